@@ -18,6 +18,8 @@ from fuzz_model import DEVICE
 from fuzz_play import CRASH, EQUAL, FAILURES, Outcome, play
 from ranks import start_rank
 
+from graphshard.passes import offload_activations
+
 LIMITS = {"eager": 90.0, "inductor": 300.0}
 """Seconds that a case may take, by backend. Two busy cores compile slowly."""
 
@@ -100,6 +102,7 @@ def _serve(rank: int, pipe: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
     if DEVICE.type == "cuda":
         torch.set_default_device("cuda")  # of tensors that models make in forward
+        offload_activations.ON_CUDA = offload_activations.ELSEWHERE  # models are small
     while (task := pipe.recv()) is not None:
         case, eager = task
         pipe.send(play(case, eager=eager))
