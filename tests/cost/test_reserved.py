@@ -28,6 +28,7 @@ from graphshard.cost.reserved import CONTEXT, GRAPHS, reserved_memory, usable_by
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
 from graphshard.program.program import COMPUTE
+from graphshard.program.storages import storages_of
 
 GIB = 1 << 30
 BF16 = MixedPrecision(torch.bfloat16, torch.float32)
@@ -351,3 +352,13 @@ def test_the_command_takes_the_settings_of_the_allocator(tmp_path, capsys, monke
     assert found["expandable_segments:True"] == under("expandable_segments:True").reserved_bytes
     assert found["none"] == estimate().peak_bytes
     assert len(set(found.values())) == 3
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_one_rank_takes_its_shards_as_they_are(strategy):
+    with torch.device("meta"):
+        model, ids = GPT(GPTConfig()), torch.zeros(2, 16, dtype=torch.int64)
+    policy = BlockPolicy({Block}, strategy=strategy)
+    plan = graphshard.plan(model, policy, world_size=1, example_inputs=(ids, ids))
+    held = storages_of(plan.program).all
+    assert sum(s.size for s in held if s.node.target is ops.all_gather) == 0
