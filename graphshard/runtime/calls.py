@@ -285,7 +285,13 @@ def difference(reports: Sequence[Report]) -> str:
     elif len(set(texts)) > 1 and not all(r.call.text.startswith("is about to") for r in reports):
         begin = "the ranks make different calls: "
     else:
-        other = next(rank for rank, report in enumerate(reports) if report.call != first.call)
+        others = (rank for rank, report in enumerate(reports) if report.call != first.call)
+        other = next(others, None)
+        if other is None:
+            return (
+                f"each rank {first.call.text}, but the numbers by which devices compared this call "
+                "differ: a device's memory, or a collective, gave wrong values"
+            )
         call = first.call.text if first.call.text.startswith("calls ") else ""
         return first_difference(call, other, first.call.lines, reports[other].call.lines)
     ranks = {text: [r for r, other in enumerate(texts) if other == text] for text in texts}

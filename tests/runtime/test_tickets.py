@@ -75,6 +75,17 @@ def another_program(rank: int) -> None:
         agreement.require(programs["backward"])
 
 
+def a_device_that_compares_wrongly(rank: int) -> None:
+    """The numbers differ where the calls are the same."""
+    agreement, programs = agreed("forward")
+    agreement.require(programs["forward"])
+    known(agreement)
+    tickets: Any = agreement._tickets
+    tickets._under_way[-1].received[0] += 1
+    with pytest.raises(FingerprintError, match=r"each rank is about to begin .* wrong values"):
+        agreement.require(programs["forward"])
+
+
 def another_call(rank: int) -> None:
     """One rank clips, the other begins a forward; neither waits."""
     agreement, programs = agreed("forward")
@@ -218,6 +229,7 @@ def no_host_waits(rank: int) -> None:
 ON_TWO = [
     equal_calls,
     another_program,
+    a_device_that_compares_wrongly,
     another_call,
     a_new_program_on_one_rank,
     calls_that_met,
