@@ -15,6 +15,7 @@ namespace {
 std::mutex mutex;
 auto& host = *new Clock;  // of all threads of the host but those that watch NCCL
 std::atomic<bool> reports{setting("CUDA_ON_CPU_RACES", 1) != 0};
+std::string first;  // the first race since it was asked for
 
 struct Past {
   int stream;
@@ -121,6 +122,7 @@ void note_launch(CUstream_st* stream, const Uses& uses) {
       auto found = take(stream, use, uses.where);
       if (wrong.empty()) wrong = found;
     }
+    if (first.empty()) first = wrong;
   }
   if (reports && !wrong.empty()) fail_device(wrong);
 }
@@ -142,6 +144,12 @@ Uses uses_of(const char* call, std::vector<Use> all) {
 extern "C" {
 /// Not of CUDA: whether such uses are errors from here on.
 void cuda_on_cpu_report_races(bool whether) { reports = whether; }
+/// Not of CUDA: the first such use since the last call, or nothing.
+void cuda_on_cpu_take_race(char* to, int size) {
+  std::lock_guard<std::mutex> lock(mutex);
+  snprintf(to, size, "%s", first.c_str());
+  first.clear();
+}
 /// Not of CUDA: the function that writes the line of Python that this thread is at.
 void cuda_on_cpu_locate(void (*function)(char*, int)) { locate = function; }
 /// Not of CUDA: memory that the host itself uses, behind a stream that it has waited for.
