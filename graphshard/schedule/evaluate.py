@@ -57,8 +57,11 @@ class OrderScorer:
         live = self.lifetimes.live(self.lifetimes.places(order))
         return Score(self.seconds(order), max(0, int(live.max())))
 
-    def seconds(self, order: Sequence[fx.Node]) -> float:
-        """Seconds of forward and backward in `order` (see `graphshard.cost.timeline`)."""
+    def seconds(self, order: Sequence[fx.Node], transfers: float = 1.0) -> float:
+        """Seconds of forward and backward in `order` (see `graphshard.cost.timeline`).
+
+        transfers: how many times as long as estimated each collective and copy takes.
+        """
         clocks = Clocks(self.budget.hardware)
         ends: dict[fx.Node, float] = {}
         steps = self.steps
@@ -75,7 +78,7 @@ class OrderScorer:
                 clocks.compute(seconds, only_moves=True)
                 took, load, _ = self.cost[node]
                 copy = node.target in ops.COPIES
-                ends[node] = clocks.launch(stream, took, load=load, copy=copy)
+                ends[node] = clocks.launch(stream, transfers * took, load=load, copy=copy)
             else:
                 clocks.compute(seconds, only_moves=self.cost[node].moves)
         return clocks.end

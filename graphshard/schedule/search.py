@@ -29,6 +29,8 @@ SLACK = 1e-3
 """The fraction of a step's time by which `order_holding_less` may prolong it."""
 
 
+_LATE = 2.0  # how many times as long as estimated transfers may take
+
 _PRECISION = 64  # the bisection ends within this fraction (1/64) of the bytes held
 
 
@@ -44,7 +46,8 @@ def order_holding_less(
 
     Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives. The search
     is a bisection that begins with `order` and places the jobs of `table` by `rule` within
-    `limits`.
+    `limits`. What it finds is as fast as `order` also where transfers take twice the estimate, or
+    each that is late would hold up compute.
     """
     best, score = order, scorer.score(order)
     lifetimes = scorer.lifetimes
@@ -52,13 +55,15 @@ def order_holding_less(
     sharding = bytes_by_frame(lifetimes.live(places, sharding=True), places, lifetimes, table)
     others = limits.least - sharding
     most, least = lifetimes.sharding_bytes(order), int(sharding.max())
+    if_late = scorer.seconds(order, _LATE) * (1 + SLACK)
     while most - least > max(1, most // _PRECISION):
         middle = (most + least) // 2
         allowed = ByteTable(limits.least, torch.minimum(limits.most, others + middle))
         placed = place(table, rule, allowed)
         trial = scorer.score(placed.order)
         sharding_bytes = lifetimes.sharding_bytes(placed.order)
-        if trial.seconds <= seconds and trial.bytes <= score.bytes and sharding_bytes < most:
+        as_fast = trial.seconds <= seconds and scorer.seconds(placed.order, _LATE) <= if_late
+        if as_fast and trial.bytes <= score.bytes and sharding_bytes < most:
             best, score, most = placed.order, trial, sharding_bytes
         else:
             least = middle

@@ -139,17 +139,18 @@ def test_where_nothing_can_be_hidden_frees_alone_move() -> None:
     assert score_of(program, plan).bytes < program.budget.bytes
 
 
-def test_of_orders_that_take_as_long_the_one_that_holds_least_is_taken() -> None:
-    def large_blocks() -> Program:
-        names = [f"layers.{i}" for i in range(4)]
-        params = {k: v for name in names for k, v in toys.block_params(name, 64).items()}
-        toy = toys.Toy({"embed.weight": (toys.VOCAB, toys.WIDTH), **params})
-        toy.tangent(toys.BATCH, toys.WIDTH)
-        x = toy.embedding("embed.weight")
-        for name in names:
-            x = toy.block(x, name)
-        return toy.finish(x)
+def large_blocks() -> Program:
+    names = [f"layers.{i}" for i in range(4)]
+    params = {k: v for name in names for k, v in toys.block_params(name, 64).items()}
+    toy = toys.Toy({"embed.weight": (toys.VOCAB, toys.WIDTH), **params})
+    toy.tangent(toys.BATCH, toys.WIDTH)
+    x = toy.embedding("embed.weight")
+    for name in names:
+        x = toy.block(x, name)
+    return toy.finish(x)
 
+
+def test_of_orders_that_take_as_long_the_one_that_holds_least_is_taken() -> None:
     # Compute stands still while anything is communicated, so nothing need be gathered ahead.
     policy = Policy(schedule="overlap", hardware=UNIT.with_(contention=1.0), memory_budget=10**6)
     program = large_blocks()
@@ -166,6 +167,22 @@ def test_of_orders_that_take_as_long_the_one_that_holds_least_is_taken() -> None
     assert program.budget.sharding == lean.sharding
     assert f"{lean.sharding:,} for sharding" in str(program)
     assert program.budget.to_dict()["sharding_bytes"] == lean.sharding
+
+
+def test_an_order_that_holds_less_is_as_fast_where_transfers_are_late() -> None:
+    hardware = UNIT.with_(intra_bandwidth=1e3, flops={"float32": 1e3})
+    policy = Policy(schedule="overlap", hardware=hardware, memory_budget=10**6)
+    program = large_blocks()
+    plan = toys.make_toy_plan(program, ["", *(f"layers.{i}" for i in range(4))], policy)
+    run_passes(program, plan, alone(policy)[:-1])
+    budget = program.budget
+    assert budget is not None
+    scorer = OrderScorer.of(program, plan, budget)
+    wide, lean = (
+        scorer.seconds(best_order(program, plan, budget, fewest_bytes=fewest).order, 2.0)
+        for fewest in (False, True)
+    )
+    assert lean <= wide * (1 + SLACK)
 
 
 def test_a_budget_is_kept_at_the_price_of_time() -> None:
