@@ -94,7 +94,11 @@ class Recurrent(nn.Module):
         return (losses.view_as(ids) * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("dynamic", [None, {"ids": IDS, "mask": IDS}], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize(
+    "dynamic",
+    [pytest.param(None, marks=pytest.mark.slow), {"ids": IDS, "mask": IDS}],
+    ids=["fixed", "dynamic"],
+)
 def test_lstms_are_eager_s_kernel_for_every_length(dynamic):
     torch.manual_seed(0)
     batches = [dict(zip(("ids", "mask"), padded(s).values(), strict=False)) for s in SHAPES]

@@ -188,7 +188,9 @@ PADDINGS = [LEFT, LEFT.flip(1), MIXED, EMPTY_ROW, as_floats(LEFT), as_floats(MIX
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
 def test_an_encoder_leaves_zeros_where_its_padding_is_on_the_right_of_all_rows(dtype):
     on_the_right = [True, False, False, True, True, False]
     assert_same_padding(Padded().to(dtype), PADDINGS, on_the_right)
@@ -252,6 +254,7 @@ def test_an_encoder_leaves_no_zeros_where_eager_does_not(options):
     assert_same_padding(Padded(**options), [LEFT, LEFT.flip(1)], [False, False])
 
 
+@pytest.mark.slow
 def test_an_encoder_leaves_no_zeros_with_gradients_in_training_or_with_another_mask():
     assert_same_padding(Padded(), [LEFT], [False])
     assert_same_padding(Padded(dropout=0.0).train(), [LEFT], [False])

@@ -30,11 +30,11 @@ def assert_trains_as_eager(model, sharded, seeds=SEEDS):
         same_step(model, sharded, *models.batch(seed), objective=models.loss_of)
 
 
-def slow(name):
-    return pytest.param(name, marks=pytest.mark.slow) if name == "experts_by_mask" else name
+QUICK = (*list(models.LOSSES)[:4], "experts_that_skip")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in models.MODELS if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [slow(name) for name in models.MODELS])
+@pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_one_program_serves_all_values(name):
     torch.manual_seed(0)
     model = models.MODELS[name]()

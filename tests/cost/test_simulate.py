@@ -49,7 +49,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+SLOW = ("grad_op", "no_shard", "parts", "one rank", "uneven")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in STRATEGIES],
+)
 def test_a_program_alone_costs_what_it_does_with_its_plan(name):
     options, mesh = STRATEGIES[name]
     policy = graphshard.BlockPolicy(["Block"], **options)

@@ -107,6 +107,7 @@ def require(pair: Pair, cases: list[Case]) -> None:
     assert counts[EQUAL] >= 0.7 * len(cases), counts
 
 
+@pytest.mark.slow
 def test_a_few_cases(pair: Pair) -> None:
     """Small ones, of all strategies, which the same ranks play."""
     pairs = [case for case in DRAWN if case.ranks == 2]

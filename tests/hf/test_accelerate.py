@@ -333,6 +333,7 @@ def test_an_accelerator_that_does_not_know_sharded_modules_is_refused(
         getattr(sharded, "_is_accelerate_prepared", False)
 
 
+@pytest.mark.slow
 def test_the_device_of_an_accelerator_on_cpus_is_the_cpu() -> None:
     """It has an index, which caches of transformers compare with that of a tensor."""
     case = CASES["t5"]

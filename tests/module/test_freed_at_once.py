@@ -158,6 +158,7 @@ def freed_after_errors(rank: int, path: Path) -> None:
     assert not bad, bad
 
 
+@pytest.mark.slow
 def test_after_errors_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(freed_after_errors, 2, tmp_path)
 

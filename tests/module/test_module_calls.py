@@ -146,6 +146,7 @@ def test_programs_are_kept_by_signature(caplog: pytest.LogCaptureFixture) -> Non
     assert model.blocks[0].drop.training
 
 
+@pytest.mark.slow
 def test_many_signatures_are_warned_of() -> None:
     sharded = graphshard.compile(TiedGPT(1), BLOCK)
     tokens = torch.zeros(1, 12, dtype=torch.int64)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from full_tensors import full, full_grads
 from loops import OneProcess, exact, same_grads, same_params
-from ranks import on_ranks, on_two_or_four_ranks, run_ranks
+from ranks import on_ranks, run_ranks
 from state_checks import assert_same, flat, full_state
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -401,8 +401,13 @@ ON_TWO = [
     predicted_bytes_live,
     compiled,
 ]
-test_on_ranks = on_two_or_four_ranks([*ROWS, micro_batches_are_summed, averaged_whole])
-test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=300))
+test_quickly_on_two_ranks = on_ranks([*ROWS[:2], averaged_whole], 2)
+test_on_two_ranks = pytest.mark.slow(
+    on_ranks([*ROWS[2:], micro_batches_are_summed, *ON_TWO], 2, timeout=400)
+)
+test_on_four_ranks = pytest.mark.slow(
+    on_ranks([*ROWS, micro_batches_are_summed, averaged_whole], 4)
+)
 
 
 def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:

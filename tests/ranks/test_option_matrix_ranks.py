@@ -536,7 +536,7 @@ def grids_are_rebound(rank: int) -> None:
 
 # -- launches -------------------------------------------------------------------------------------
 
-QUICK = [row for row in ROWS if not row.fields.get("dynamic")][:4]
+QUICK = [row for row in ROWS if not row.fields.get("dynamic")][:3]
 OTHERS = [
     full_gradients_of_low_precision,
     whole_matrices_of_offloaded,

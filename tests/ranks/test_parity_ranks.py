@@ -31,7 +31,7 @@ def train_as_in_one_process(rank: int, names: tuple[str, ...], fields: dict[str,
     ("ranks", "names", "fields"),
     [
         (2, QUICK, {}),
-        (4, QUICK[:1], {}),
+        pytest.param(4, QUICK[:1], {}, marks=pytest.mark.slow),
         pytest.param(2, tuple(CASES.keys() - set(QUICK)), {}, marks=pytest.mark.slow),
         pytest.param(2, tuple(CASES), BY_COST, marks=pytest.mark.slow),
     ],

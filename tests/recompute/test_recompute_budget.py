@@ -120,8 +120,8 @@ def test_a_budget_does_not_go_with_activations_on_the_host():
     "fields",
     [
         {"strategy": "SHARD_GRAD_OP"},
-        {"strategy": "NO_SHARD"},
-        {"strategy": "HYBRID_SHARD"},
+        pytest.param({"strategy": "NO_SHARD"}, marks=pytest.mark.slow),
+        pytest.param({"strategy": "HYBRID_SHARD"}, marks=pytest.mark.slow),
         {"mixed_precision": graphshard.MixedPrecision(torch.bfloat16)},
     ],
     ids=str,

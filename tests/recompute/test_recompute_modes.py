@@ -140,7 +140,8 @@ def test_the_plan_and_the_schedule_say_it():
 @pytest.mark.parametrize(
     ("name", "modes"),
     [
-        ("gpt", ("units", "kept", "selective", "budget")),
+        ("gpt", ("units",)),
+        pytest.param("gpt", ("kept", "selective", "budget"), marks=pytest.mark.slow),
         pytest.param("llama", ("units", "kept", "selective", "budget"), marks=pytest.mark.slow),
         pytest.param("t5", ("units", "budget"), marks=pytest.mark.slow),
     ],

@@ -108,6 +108,10 @@ def states(program: Program) -> list[fx.Node]:
     return [node for node in program.nodes() if node.target is ops.save_random_state]
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def budget(model: nn.Module) -> dict[str, Any]:
     """Less memory than units need: some choice that draws again fits."""
     units = max(storages_of(program_of(model, recompute="units")).live())
@@ -122,9 +126,9 @@ def budget(model: nn.Module) -> dict[str, Any]:
         (Stack, {"recompute": {nn.Dropout, nn.LayerNorm}}),
         (Stack, "budget"),
         (partial(Stack, apart), {}),
-        (partial(Stack, apart, apart), {"recompute": "units"}),
-        (partial(Stack, None, apart), {"recompute": "units"}),
-        (partial(Stack, partial(checkpoint, use_reentrant=True)), {}),
+        slow(partial(Stack, apart, apart), {"recompute": "units"}),
+        slow(partial(Stack, None, apart), {"recompute": "units"}),
+        slow(partial(Stack, partial(checkpoint, use_reentrant=True)), {}),
     ],
     ids=["units", "selective", "classes", "budget", "checkpoint", "nested", "inner", "reentrant"],
 )

@@ -6,6 +6,7 @@ import os
 import re
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import Block, TiedGPT, tokens_of
@@ -77,8 +78,11 @@ def links_within_and_between_hosts_are_told_apart(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks([one_figure_on_all_ranks], 2)
-test_on_four_ranks = on_ranks(
-    [ranks_that_measured_in_other_groups_agree, links_within_and_between_hosts_are_told_apart], 4
+test_on_four_ranks = pytest.mark.slow(
+    on_ranks(
+        [ranks_that_measured_in_other_groups_agree, links_within_and_between_hosts_are_told_apart],
+        4,
+    )
 )
 
 

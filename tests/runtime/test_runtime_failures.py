@@ -183,7 +183,7 @@ BEGIN = r"rank 0 of 2 is about to begin 'forward all_gather of .* over 2 ranks',
     ("when", "message"),
     [
         ("in a new program", BEGIN),
-        ("in a known program", BEGIN),
+        pytest.param("in a known program", BEGIN, marks=pytest.mark.slow),
         # The text ends with the backend's own, also where fx runs the program.
         (
             "in a collective",

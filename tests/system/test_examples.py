@@ -60,6 +60,7 @@ def test_inspect_plan_compares_policies(tmp_path):
     assert (tmp_path / "program.txt").exists()
 
 
+@pytest.mark.slow
 def test_custom_pass_frees_earlier():
     output = run("examples/custom_pass.py")
     freed = [line for line in output.splitlines() if re.search(r"free +blocks\.1", line)]

@@ -141,6 +141,7 @@ def test_wheel(venv: Path, source: Path, tmp_path: Path) -> None:
     check_installed(venv, home=site_packages(venv))
 
 
+@pytest.mark.slow
 def test_packages_load_when_they_are_asked_for() -> None:
     script = (
         "import sys, graphshard\n"

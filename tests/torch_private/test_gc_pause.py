@@ -22,6 +22,7 @@ class Cycle:
         Cycle.alive -= 1
 
 
+@pytest.mark.slow
 def test_what_was_there_is_not_walked_while_passes_run_and_is_afterwards() -> None:
     gc.collect()
     Cycle()

@@ -279,7 +279,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", [LOW[0], pytest.param(LOW[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_in_16_bits_give_what_their_programs_say(name, dtype, autocast, caplog):
     torch.manual_seed(0)

@@ -77,6 +77,7 @@ def of_groups(machine: Hardware, **fixed) -> AutoPolicy:
     return AutoPolicy(hardware=machine, units=BlockPolicy({"Block"}), **{**options, **fixed})
 
 
+@pytest.mark.slow
 def test_what_fits_fits_with_all_communicators_of_the_policy():
     model, inputs = gpt()
 
@@ -106,6 +107,7 @@ def test_a_budget_of_ones_own_is_what_torch_reserves():
     assert "communicators" not in str(tuning)
 
 
+@pytest.mark.slow
 def test_it_is_as_good_as_the_best_of_a_grid(simulator, grid):
     """And more memory is never slower."""
     peaks = [peak for _, peak in grid]
@@ -261,6 +263,7 @@ def test_a_better_neighbour_becomes_the_winner(simulator):
     assert not any("faster" in text for text in why.values())
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_more_ranks_are_counted(simulator, grid):
     search = Search(simulator, int(0.75 * min(peak for _, peak in grid)))
     assert search.run() is None
