@@ -46,8 +46,8 @@ def order_holding_less(
 
     Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives. The search
     is a bisection that begins with `order` and places the jobs of `table` by `rule` within
-    `limits`. What it finds is as fast as `order` also where transfers take twice the estimate, or
-    each that is late would hold up compute.
+    `limits`. What it finds is as fast as `order` even if transfers take twice the estimate, since
+    compute waits for a gather that was issued just in time and comes late.
     """
     best, score = order, scorer.score(order)
     lifetimes = scorer.lifetimes

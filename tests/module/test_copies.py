@@ -226,7 +226,7 @@ test_on_two_ranks = on_ranks(
     ],
     2,
 )
-test_slowly_on_two_ranks = pytest.mark.slow(on_ranks([with_every_strategy], 2))
+test_strategies_on_two_ranks = pytest.mark.slow(on_ranks([with_every_strategy], 2))
 test_alone_on_two_ranks = on_ranks([one_rank_alone], 2, group_timeout=8.0)
 test_on_four_ranks = pytest.mark.slow(on_ranks([with_replicas], 4))
 
