@@ -123,9 +123,16 @@ def timed_collectives(ranks: Group, sizes: Sequence[int]) -> list[TimedCollectiv
 def ring_lines(
     moves: Sequence[TimedCollective], timings: Sequence[Timing], ranks: int, ending: str
 ) -> Lines:
-    """The line of each collective (see `Hardware.lines`), by its name with `ending`."""
+    """The line of each collective (see `Hardware.lines`), by its name with `ending`.
+
+    A call costs at least what one more tensor costs: where timings are disturbed, the two could not
+    be told apart, and a call that costs nothing makes it worthless to merge small ones.
+    """
     fitted = fitted_lines(moves, timings, partial(_ring, ranks))
-    return {f"{op}{ending}": line for op, line in fitted.items()}
+    return {
+        f"{op}{ending}": (hop + tensor / (ranks - 1), tensor, byte)
+        for op, (hop, tensor, byte) in fitted.items()
+    }
 
 
 def link_figures(lines: Mapping[str, Sequence[float]]) -> dict[str, Any]:
@@ -253,8 +260,8 @@ class TimedCollective:
 
 
 def _ring(ranks: int, benchmark: TimedCollective) -> Sequence[float]:
-    """Return the hops, the tensors and the bytes that pass a rank (see `collective_cost`)."""
-    return ranks - 1, benchmark.tensors, (ranks - 1) / ranks * benchmark.size
+    """Return the hops, the call with its tensors, and the bytes that pass a rank."""
+    return ranks - 1, 1 + benchmark.tensors, (ranks - 1) / ranks * benchmark.size
 
 
 def fitted_lines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from graphshard.errors import CostError
 from graphshard.hardware.curves import ascending, fit_line, seconds_at
 from graphshard.hardware.hardware import Hardware, preset_of
 from graphshard.program import ops
+from graphshard.runtime.links import ring_lines
 from graphshard.runtime.measure import Effort, Timing, Watch, measure
 
 ROUGH = Effort(least=1, most=1, piece=0.0, budget=0.0)
@@ -70,6 +72,32 @@ def test_what_would_be_negative_is_zero():
     assert fit_line([(1.0, s) for s in (1, 2, 4)], [0.9, 2.0, 4.2]) == pytest.approx(
         (0.0, 1.0), abs=0.05
     )
+
+
+class Moved(NamedTuple):
+    """What a timed collective says of itself."""
+
+    tensors: int
+    size: int
+    name: str = "reduce_scatter"
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("late", [1e-3, 0.0])
+def test_a_call_costs_no_less_than_a_tensor_more(ranks, late):
+    call, tensor, byte = 2e-4, 1e-5, 1e-9
+    moves = [Moved(tensors, size) for size in SIZES for tensors in (1, 8)]
+    timings = [
+        Timing([(ranks - 1) * call + m.tensors * tensor + (ranks - 1) / ranks * m.size * byte])
+        for m in moves
+    ]
+    for move, timing in zip(moves, timings, strict=True):
+        if move.tensors > 1:  # the host was busy
+            timing.rounds[0] += late
+    hop, tensor_found, byte_found = ring_lines(moves, timings, ranks, "")["reduce_scatter"]
+    assert (ranks - 1) * hop >= tensor_found
+    if not late:
+        assert (hop, tensor_found, byte_found) == pytest.approx((call, tensor, byte), rel=1e-6)
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e12), st.floats(1e-7, 1e2)), min_size=1, max_size=8))
