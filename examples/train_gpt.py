@@ -92,7 +92,8 @@ def show_schedule(sharded: graphshard.ShardedModule) -> None:
     unit = sharded.plan.units[len(sharded.plan.units) // 2].fqn or "(root)"
     say(f"Schedule of {unit}, from the rewritten program:")
     for line in str(sharded.program).splitlines():
-        if line in ("forward:", "backward:") or unit in line.split() or "live bytes" in line:
+        words = line.replace(",", " ").split()
+        if line in ("forward:", "backward:") or unit in words or "live bytes" in line:
             say(line)
 
 

@@ -206,25 +206,28 @@ APART = 16 << 20
 
 
 def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass, ...]:
-    """What moves apart and is released early; with `schedule="overlap"` decided by simulation too.
+    """What moves apart or together and is released early; with "overlap" by simulation, too.
 
     Where collectives run beside compute, parameters of a unit between whose uses other units run
-    are moved apart. That depends on no sizes of inputs and on no times, so ranks agree on it.
+    are moved apart. Small units that are neighbours move together. Both depend on no sizes of
+    inputs and on no times, so ranks agree on them.
     """
+    forward = policy.forward_units_ahead(process_group_backend, hosts)
+    backward = 1 if policy.backward_prefetch == "pre" else 0
     apart: tuple[Pass, ...] = ()
     if runs_beside_compute(process_group_backend, hosts):
-        forward = policy.forward_units_ahead(process_group_backend, hosts)
-        backward = 1 if policy.backward_prefetch == "pre" else 0
         apart = (
             SplitGathers(apart=0.0, alone=APART, forward=forward, backward=backward),
             SplitReduces(apart=0.0, alone=APART),
         )
+    share = policy.bytes_merged(process_group_backend)
+    together = (MergeGathers(share, forward, backward),) if share else ()
     if policy.schedule != "overlap":
-        return (*apart, ReleaseEarly())
+        return (*apart, *together, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     return (
         *apart,
-        SetBudget(hardware),
+        SetBudget(hardware, forward, backward),
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),
         SplitReduces(only_if_faster=True),

@@ -76,7 +76,8 @@ def simulate(
         allocator: what PYTORCH_CUDA_ALLOC_CONF will be on GPUs, such as "expandable_segments:True";
             "none" for PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that nothing is reserved but tensors.
         runtime: "graphshard", or "fsdp2" for torch's `fully_shard` under the same plan, which
-            copies each gathered parameter out of a buffer.
+            copies each gathered parameter out of a buffer; it merges no units, so a policy for it
+            has `merge_below=0`.
         leave_eager: FQNs of units and modules that are not compiled, of a program with
             backend="inductor"; [""] for a model that is compiled block by block.
         holds_outputs: the training loop's variables hold what a call returned until the next call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -115,11 +116,12 @@ class _Checks:
 
     def add_reduce(self, reduce: fx.Node) -> None:
         """Check the gradients that leave `reduce` if no other follows."""
-        unit = reduce.meta["unit"]
         if self.program.world_size == 1:
-            self.insert(operands_of(reduce), unit, ops.GRADIENTS, reduce)
+            self.insert(operands_of(reduce), reduce.meta["unit"], ops.GRADIENTS, reduce)
         elif final := final_gradients(reduce):
-            self.insert(final, unit, ops.REDUCED, max(final).next)
+            before = max(final).next
+            for unit, grads in groupby(final, key=lambda grad: str(grad.meta["unit"])):
+                self.insert(grads, unit, ops.REDUCED, before)
 
     def add_accumulated(self) -> None:
         """Check the gradients of each run of nodes that accumulate them."""

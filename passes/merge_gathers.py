@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from torch import fx
 
-from graphshard.cost.collective_cost import saturating_bytes, shape_of
+from graphshard.cost.collective_cost import ranks_of, saturating_bytes, shape_of
 from graphshard.cost.streams import moved_bytes
 from graphshard.cost.timeline import timeline_of
 from graphshard.passes.by_cost import ByCost
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.aliases import gather_waits, unpacks
-from graphshard.program.edit import join_gathers, join_reduces
+from graphshard.program.aliases import gather_waits, unpacks, uses_of
+from graphshard.program.collective import Collective
+from graphshard.program.edit import issue_of, join_gathers, join_reduces
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.schedule.clusters import last_use
+from graphshard.program.spans import find_spans
 from graphshard.schedule.evaluate import budget_of
 from graphshard.schedule.search import BestOrder, trial_of
 
-SHARES = (0.5, 0.75, 0.9)
-"""Limits to try: sizes at which this share of a collective's time is bandwidth, not latency."""
-
+BANDWIDTH = (0.5, 0.75, 0.9)
+"""Sizes to try are those at which bandwidth is this part of a collective's time, not latency."""
 
 ROOM = 0.6
 """The share of the sharding memory of FSDP's order that merging may use at no price."""
+
+UNSURE = 0.1
+"""The part of a step by which FSDP's order may seem slower merged than not and still is merged.
+
+What a small message costs is the figure that links give least exactly.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,34 +41,46 @@ class MergeGathers(ByCost):
     """Merge the gathers of units that run one after the other, and their reduces.
 
     Every collective pays latency for each hop, so many small collectives waste the network.
-    Neighbours are merged while their bytes together stay within a limit. Merged parameters are
-    freed together, where the last of their units ends, and full gradients wait for the last of
-    them. Nothing is merged if no collective is exposed. Otherwise the limits at which bandwidth
-    exceeds latency are tried, and the one with the fastest scheduled step within the budget is
-    chosen; see README.md for the price of memory.
+    Neighbours are merged while each rank's share of their bytes stays within a limit. Merged
+    parameters are freed together, where the last of their units ends, and full gradients wait for
+    the last of them. A gather is issued before the compute of the merged one before it.
 
     Args:
-        limit: the most bytes of full tensors in a merged collective. None chooses it.
+        share: the most bytes of a merged collective that one rank stores. None: if a collective is
+            exposed, the shares at which bandwidth exceeds latency are tried, and the one with the
+            fastest scheduled step within the budget is taken; see README.md for the price of
+            memory.
+        forward, backward: the merged gathers ahead that one is issued in each phase.
     """
 
-    limit: int | None = None
+    share: int | None = None
+    forward: int = 0
+    backward: int = 0
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
-        limit = self._choose_limit(program, plan, rest) if self.limit is None else self.limit
-        if limit:
-            _merge_gathers(program, limit)
-            _merge_reduces(program, limit)
+        share = self._choose_share(program, plan, rest) if self.share is None else self.share
+        if share and plan.world_size > 1:
+            for phase, ahead in ((FORWARD, self.forward), (BACKWARD, self.backward)):
+                if _merge_gathers(program, phase, share):
+                    _issue_ahead(program, plan, phase, ahead)
+            _merge_reduces(program, share)
 
-    def _choose_limit(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
-        """The best limit; 0 if merging gains nothing."""
+    def _choose_share(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
+        """The best share: the policy's unless it is much slower than none, or a faster one."""
         budget = budget_of(program)
         plain = trial_of(program, plan, rest, fewest_bytes=True)
         room = max(plain.sharding, int(ROOM * budget.room))
         best = plain.score
         chosen, collectives = 0, _collective_names(program)
-        for limit in _limits(plain, plan):
+        if usual := plan.policy.bytes_merged(plan.process_group_backend):
             trial = program.copy()
-            replace(self, limit=limit).apply(trial, plan)
+            replace(self, share=usual).apply(trial, plan)
+            score = trial_of(trial, plan, rest, fewest_bytes=True).score
+            if budget.allows(score) and score.seconds <= (1 + UNSURE) * best.seconds:
+                best, chosen = score, usual
+        for share in _shares(plain, plan):
+            trial = program.copy()
+            replace(self, share=share).apply(trial, plan)
             if _collective_names(trial) == collectives:
                 continue
             collectives = _collective_names(trial)
@@ -74,7 +92,7 @@ class MergeGathers(ByCost):
             if not budget.of_policy and merged.sharding - room > time_saved * budget.bytes:
                 continue
             if score.seconds < best.seconds and score.beats(best):
-                best, chosen = score, limit
+                best, chosen = score, share
         program.budget = replace(budget, best=best)
         return chosen
 
@@ -84,8 +102,8 @@ def _collective_names(program: Program) -> list[str]:
     return [node.name for node in program.nodes() if ops.is_collective(node)]
 
 
-def _limits(plain: BestOrder, plan: ShardingPlan) -> list[int]:
-    """Bytes at which a collective uses the network well; empty if none is exposed."""
+def _shares(plain: BestOrder, plan: ShardingPlan) -> list[int]:
+    """Bytes of a rank at which a collective uses the network well; empty if none is exposed."""
     program, nodes = plain.program, plain.order
     hardware = budget_of(program).hardware
     exposed = {
@@ -99,60 +117,112 @@ def _limits(plain: BestOrder, plan: ShardingPlan) -> list[int]:
         if ops.is_collective(nodes[place])
     }
     return sorted(
-        {saturating_bytes(shape, hardware, share) for shape in shapes for share in SHARES} - {0}
+        {
+            saturating_bytes(shape, hardware, part) // shape.size
+            for shape in shapes
+            for part in BANDWIDTH
+        }
+        - {0}
     )
 
 
-def _merge_gathers(program: Program, limit: int) -> None:
-    for phase in (FORWARD, BACKWARD):
-        waits = [wait for wait in gather_waits(program) if wait.meta["phase"] == phase]
-        for group in _groups(waits, program, limit, _can_merge):
-            for wait in group[1:]:
-                join_gathers(program, group[0], wait)
+def _merge_gathers(program: Program, phase: str, share: int) -> bool:
+    """Merge the gathers of `phase`; returns whether there were any to merge."""
+    waits = [wait for wait in gather_waits(program) if wait.meta["phase"] == phase]
+    groups = list(_groups(waits, program, share, _one_life))
+    for first, *others in groups:
+        for wait in others:
+            join_gathers(program, first, wait)
+    return len(groups) < len(waits)
+
+
+def _issue_ahead(program: Program, plan: ShardingPlan, phase: str, ahead: int) -> None:
+    """Issue each gather of `phase` before the step that first uses the one `ahead` of it."""
+    if not ahead:
+        return
+    spans = find_spans(program, plan)
+    waits = sorted(
+        (wait for wait in gather_waits(program) if wait.meta["phase"] == phase),
+        key=ops.collective_of,
+    )
+    for place, wait in enumerate(waits):
+        used = unpacks(waits[max(0, place - ahead)])
+        readers = [user for node in used for user in node.users if ops.is_compute(user)]
+        if not readers or min(readers).meta["phase"] != phase:
+            continue
+        steps = [step for step in spans.steps(phase) if step <= min(readers)]
+        issue = issue_of(ops.collective_of(wait))
+        if steps and steps[-1] < issue[0]:
+            for node in issue:
+                steps[-1].prepend(node)
 
 
 def _groups(
     waits: Sequence[fx.Node],
     program: Program,
-    limit: int,
-    can_merge: Callable[[fx.Node, fx.Node], bool],
+    share: int,
+    can_join: Callable[[list[fx.Node], fx.Node], bool],
 ) -> Iterator[list[fx.Node]]:
     """Groups of neighbouring collectives to merge, by their waits."""
     group: list[fx.Node] = []
     size = 0
     for wait in sorted(waits, key=ops.collective_of):
-        bytes_moved = moved_bytes(ops.collective_of(wait), program)
-        if group and size + bytes_moved <= limit and can_merge(wait, group[-1]):
+        collective = ops.collective_of(wait)
+        bytes_moved = moved_bytes(collective, program)
+        limit = share * ranks_of(collective, program)
+        if group and size + bytes_moved <= limit and can_join(group, wait):
             group.append(wait)
             size += bytes_moved
             continue
-        yield group
+        if group:
+            yield group
         group, size = [wait], bytes_moved
-    yield group
+    if group:
+        yield group
 
 
-def _can_merge(wait: fx.Node, before: fx.Node) -> bool:
-    """Whether the gather of `wait` can merge with that of `before`, and is used after it."""
-    signatures = [
-        {key: value for key, value in ops.collective_of(each).kwargs.items() if key in _SIGNATURE}
-        for each in (before, wait)
-    ]
-    frees = [user for each in (before, wait) for user in each.users if user.target is ops.free]
-    if signatures[0] != signatures[1] or len(frees) != 2:
-        return False
-    if any(end.meta["phase"] != wait.meta["phase"] for end in frees):
-        return False
-    return last_use(before) < min(
-        (user for node in unpacks(wait) for user in node.users), default=before
+def _same_ranks(group: list[fx.Node], wait: fx.Node) -> bool:
+    """Whether the collectives that the waits end join the same ranks for the same kind of work."""
+    first, second = (
+        (one.target, one.group, one.ranks, one.in_place)
+        for one in (Collective.of(ops.collective_of(each)) for each in (group[0], wait))
     )
+    return first == second
 
 
-_SIGNATURE = ("group", "ranks", "in_place")
+def _one_life(group: list[fx.Node], wait: fx.Node) -> bool:
+    """Whether the gather of `wait` can be waited for, used and freed with those of `group`.
+
+    Its uses begin where those of the last one have ended, and all are freed in one phase. What
+    ranks keep anyway is only waited for together.
+    """
+    first, last = group[0], group[-1]
+    if not _same_ranks(group, wait) or _freed(last) != _freed(wait):
+        return False
+    readers = {user for node in unpacks(wait) for user in node.users}
+    begin = min(_in_phase_of(wait, readers), default=last)
+    if not _freed(wait):
+        return first < begin
+    return max(_in_phase_of(wait, uses_of(*unpacks(last))), default=last) < begin
 
 
-def _merge_reduces(program: Program, limit: int) -> None:
-    scatters = [n for n in program.nodes(BACKWARD) if n.target is ops.reduce_scatter]
-    waits = [wait for reduce in scatters for wait in reduce.users]
-    for group in _groups(waits, program, limit, lambda wait, before: True):
-        for before, wait in pairwise(group):
-            join_reduces(program, before, wait)
+def _in_phase_of(wait: fx.Node, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if node.meta.get("phase") == wait.meta["phase"]]
+
+
+def _freed(wait: fx.Node) -> set[str]:
+    """The phases in which the results of a gather are freed."""
+    return {user.meta["phase"] for user in wait.users if user.target is ops.free}
+
+
+def _merge_reduces(program: Program, share: int) -> None:
+    reduces = [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]
+    for _, alike in groupby(sorted(reduces, key=_kind), key=_kind):
+        waits = [wait for reduce in alike for wait in reduce.users]
+        for group in _groups(waits, program, share, _same_ranks):
+            for before, wait in pairwise(group):
+                join_reduces(program, before, wait)
+
+
+def _kind(reduce: fx.Node) -> tuple[str, str]:
+    return Collective.of(reduce).op.name, Collective.of(reduce).group

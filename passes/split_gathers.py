@@ -87,6 +87,8 @@ class SplitGathers(Candidate):
     ) -> list[Piece]:
         gather = ops.collective_of(wait)
         unit = Collective.of(gather).unit
+        if Collective.of(gather).several_units:  # merged, as they are small
+            return []
         uses: list[tuple[int, Use]] = []
         for value, readers in readers_of(wait, spans.derived).items():
             if not readers:

@@ -66,8 +66,10 @@ class SplitReduces(Candidate):
 
 
 def _is_first(node: fx.Node) -> bool:
-    """Whether `node` is the first reduce of its gradients."""
-    return node.target in ops.REDUCES and not any(map(ops.is_reduced, operands_of(node)))
+    """Whether `node` is the first reduce of its gradients, which are those of one unit."""
+    if node.target not in ops.REDUCES or Collective.of(node).several_units:
+        return False
+    return not any(map(ops.is_reduced, operands_of(node)))
 
 
 def _split(program: Program, wait: fx.Node, grads: Sequence[fx.Node]) -> None:

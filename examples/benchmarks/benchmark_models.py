@@ -267,12 +267,14 @@ def without_dropout(build: Build) -> Build:
 RIVALS = (
     Model("gpt-512", gpt(8, 512, 8, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
     Model("gpt-deep", gpt(24, 256, 4, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
+    Model("gpt-narrow", gpt(12, 64, 4, dropout=0.0), ("Block",), gpt_tokens(1, 128)),
     replace(TIMED["llama"], batch=tokens(1, 128)),
     replace(TIMED["bert"], build=without_dropout(TIMED["bert"].build), batch=tokens(1, 128)),
     replace(TIMED["regnet"], name="convnet", batch=images(4, 64)),
 )
-"""A GPT of 8 blocks 512 wide, one of 24 blocks 256 wide (many small units: overhead), Llama's shape
-with grouped queries, BERT, and a convolutional network with BatchNorm (RegNet)."""
+"""GPTs of 8 blocks 512 wide, 24 blocks 256 wide (many units: overhead) and 12 blocks 64 wide (units
+that are all latency), Llama's shape with grouped queries, BERT, and a convolutional network with
+BatchNorm (RegNet)."""
 
 
 class _Toy(nn.Module):

@@ -178,6 +178,7 @@ def policy_of(run: Run, block: str) -> graphshard.BlockPolicy:
         recompute="units" if run.recompute == "units" else None,
         offload=run.offload,
         forward_prefetch=1,
+        merge_below=0,
         reshard_root=run.reshard_root,
     )
 
@@ -430,7 +431,7 @@ def t5_scaling() -> tuple[float, float]:
     tokens = torch.zeros(8, 512, dtype=torch.int64)
     bf16 = graphshard.MixedPrecision(torch.bfloat16, torch.bfloat16)
     policy = graphshard.BlockPolicy(
-        ["T5Block"], mixed_precision=bf16, recompute="units", forward_prefetch=1
+        ["T5Block"], mixed_precision=bf16, recompute="units", forward_prefetch=1, merge_below=0
     )
     few, many = (
         graphshard.simulate(

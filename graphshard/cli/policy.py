@@ -129,6 +129,13 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         help="average units with fewer bytes of gradients by one all_reduce, e.g. 64KiB",
     )
     fields.add_argument(
+        "--merge-below",
+        type=parse_bytes,
+        metavar="BYTES",
+        default=unset,
+        help="gather and reduce neighbouring units together up to so many bytes of a rank; 0: none",
+    )
+    fields.add_argument(
         "--reshard-after-forward",
         type=parse_reshard,
         metavar="true|false|K",
@@ -209,6 +216,7 @@ _POLICY_FIELDS = (
     "backward_prefetch",
     "forward_prefetch",
     "all_reduce_below",
+    "merge_below",
     "reshard_after_forward",
     "reshard_root",
     "recompute",

@@ -22,6 +22,7 @@ from graphshard.tune.tuning import Tuning
 _FIELDS = (
     "mixed_precision",
     "all_reduce_below",
+    "merge_below",
     "ignored",
     "cuda_graph",
     "check_finite",

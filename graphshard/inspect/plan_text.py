@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from graphshard.cost.streams import moved_bytes
 from graphshard.errors import GraphshardError
 from graphshard.format import Folded, fold, human_bytes, human_count, mesh_text, some_of
 from graphshard.planning.layout import ParamLayout, Unit, UnitOptions, options_of
@@ -412,11 +413,15 @@ def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
             if len(parts) > 1:
                 names = "; ".join(some_of(part) for part in parts)
                 yield "apart", f"{unit.fqn or '(root)'} is {verb} in {len(parts)} parts: {names}"
-        together = [c for c in map(Collective.of, collectives) if c.several_units]
+        together = [node for node in collectives if Collective.of(node).several_units]
         if together:
-            most = max(len(set(collective.units)) for collective in together)
+            most = max(len(set(Collective.of(node).units)) for node in together)
+            size = human_bytes(max(moved_bytes(node, program) for node in together))
             times = {1: "once", 2: "twice"}.get(len(together), f"{len(together)} times")
-            yield "together", f"{times} neighbours are {verb} together, {most} units at most"
+            yield (
+                "together",
+                f"{times} neighbours are {verb} together, at most {most} units and {size} at once",
+            )
     unsharded = _kept_unsharded(program, plan)
     if unsharded:
         lines = fold([(unit, ()) for unit in unsharded])
@@ -439,8 +444,8 @@ def _kept_unsharded(program: Program, plan: ShardingPlan) -> list[str]:
     """Return units that are kept from forward to backward although the plan reshards them."""
     units: set[str] = set()
     for wait in gather_waits(program):
-        unit = str(wait.meta["unit"])
         freed = [user.meta["phase"] for user in wait.users if user.target is ops.free]
-        if plan.unit(unit).options.reshard and [wait.meta["phase"], *freed] == [FORWARD, BACKWARD]:
-            units.add(unit)
+        if [wait.meta["phase"], *freed] == [FORWARD, BACKWARD]:
+            gathered = set(Collective.of(ops.collective_of(wait)).units)
+            units |= {unit for unit in gathered if plan.unit(unit).options.reshard}
     return [unit.fqn for unit in plan.units if unit.fqn in units]

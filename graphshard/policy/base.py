@@ -49,6 +49,10 @@ _CHECKS: dict[str, Check] = {
         lambda value: is_int(value) and value >= 0,
         "a number of bytes, 0 or more",
     ),
+    "merge_below": (
+        lambda value: value is None or (is_int(value) and value >= 0),
+        "a number of bytes, 0 or more, or None",
+    ),
     "memory_budget": (
         lambda value: value is None or (is_int(value) and value > 0),
         "a positive int of bytes or None",
@@ -66,6 +70,13 @@ _CHECKS: dict[str, Check] = {
     "cuda_graph": FLAG,
     "sync_module_states": FLAG,
 }
+
+
+MERGE_BELOW = {"nccl": 1 << 20, "gloo": 1 << 19}
+"""By backend, bytes of one rank up to which neighbouring units share a collective by default.
+
+A link of a ring moves them in about the time that one hop takes to begin.
+"""
 
 
 def runs_beside_compute(process_group_backend: str, hosts: int) -> bool:
@@ -100,6 +111,11 @@ class Policy:
             reduced in) are averaged by one all_reduce, of which each rank keeps its shard, in
             place of a reduce_scatter: twice the bytes in fewer steps, since a small message on
             many ranks takes latency. 0: none.
+        merge_below: units that run one after the other are gathered together, and their gradients
+            reduced together, while each rank stores at most so many bytes of them: a collective of
+            few bytes takes the latency of its hops. They are also freed together, so each gather
+            and reduce holds up to `merge_below` times the number of ranks. 0: none. None: 1 MiB, or
+            512 KiB over Gloo, but 0 with a `memory_budget`.
         recompute: the activations that backward computes again instead of saving. "units": those
             of every unit but the root, so that only units' inputs are saved. A class, a class name
             or several: those of every call of such a module. "selective": those of the units except
@@ -158,6 +174,7 @@ class Policy:
     forward_prefetch: int | None = None
     reshard_root: bool = False
     all_reduce_below: int = 0
+    merge_below: int | None = None
     mixed_precision: MixedPrecision | None = None
     offload: Collection[str] | str | None = None
     recompute: Collection[type | str] | type | str | None = None
@@ -248,6 +265,12 @@ class Policy:
         if self.forward_prefetch is not None:
             return self.forward_prefetch
         return 1 if runs_beside_compute(process_group_backend, hosts) else 0
+
+    def bytes_merged(self, process_group_backend: str) -> int:
+        """`merge_below`, or its default for ranks that this backend connects."""
+        if self.merge_below is not None:
+            return self.merge_below
+        return MERGE_BELOW.get(process_group_backend, 0) if self.memory_budget is None else 0
 
     def offloads(self, what: str) -> bool:
         """Whether "params" or "activations" are kept on the host."""

@@ -390,12 +390,13 @@ def join_gathers(program: Program, first: fx.Node, second: fx.Node) -> None:
     """Merge the gather that `second` ends into the earlier one that `first` ends.
 
     The merged gather is issued and waited for in place of the earlier one. All its parameters are
-    freed where those of `second` are.
+    freed at the later of the two frees.
     """
     merged, gather = ops.collective_of(first), ops.collective_of(second)
     for node in issue_of(gather)[:-1]:
         merged.prepend(node)
     offset = len(first.meta["val"])
+    frees = sorted(user for user in (*first.users, *second.users) if user.target is ops.free)
     merged.kwargs = (Collective.of(merged) + Collective.of(gather)).kwargs
     merged.args = ([*operands_of(merged), *operands_of(gather)],)
     first.meta["val"] = [*first.meta["val"], *second.meta["val"]]
@@ -404,12 +405,10 @@ def join_gathers(program: Program, first: fx.Node, second: fx.Node) -> None:
         node.args = (first, offset + node.args[1])  # type: ignore[operator]
         last.append(node)
         last = node
-    for node in [user for user in first.users if user.target is ops.free]:
-        program.graph.erase_node(node)
-    for node in [user for user in second.users if user.target is ops.free]:
+    for node in frees[-1:]:
         node.args = (first,)
         node.meta["unit"] = merged.meta["unit"]
-    for node in (second, gather):
+    for node in (*frees[:-1], second, gather):
         program.graph.erase_node(node)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphshard.format import mesh_text
+from graphshard.format import mesh_text, some_of
 from graphshard.policy.placement import Along, along_text
 from graphshard.program import ops
 from graphshard.program.aliases import bytes_text
@@ -210,7 +210,7 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     if node.target is ops.wait:
         return f"for {collective.op.name}"
     if node.target is ops.free:
-        return f"{gathered_bytes(issued, program):,} bytes"
+        return f"{gathered_bytes(issued, program):,} bytes{_with_others(collective)}"
     operands = operands_of(issued)
     values, size = _values(operands), bytes_text(operands)
     if collective.op.gathers:
@@ -239,13 +239,18 @@ def _of_generator(node: fx.Node) -> str:
 
 
 def _over(collective: Collective) -> str:
-    """The group and further units of a collective, as text."""
+    """The group and the further units of a collective, as text."""
     over = f" over {collective.named_group}" if collective.named_group is not None else ""
     if collective.ranks is not None:
         over = f" over groups of {collective.ranks}"
     over += " in place" if collective.in_place else ""
+    return over + _with_others(collective)
+
+
+def _with_others(collective: Collective) -> str:
+    """The units of a collective but the first, as text."""
     others = [unit_label(unit) for unit in dict.fromkeys(collective.units)][1:]
-    return over + (f" with {', '.join(others)}" if others else "")
+    return f" with {some_of(others)}" if others else ""
 
 
 def _amount(

@@ -207,8 +207,9 @@ def _network_seconds(
 ) -> float:
     """Least seconds of the busiest network stream.
 
-    plain: in FSDP's order each unit is a message in each phase, and one that is freed after forward
-    is gathered again. Otherwise units are kept, and each kind of collective is one message.
+    plain: in FSDP's order each unit is a message in each phase unless it may be merged, and one
+    that is freed after forward is gathered again. Otherwise units are kept. What is not a message
+    of its own is one message with all others of its kind.
     """
     forward, backward = needs.reads[FORWARD], needs.reads[BACKWARD]
     messages: list[tuple[str, int]] = []
@@ -231,8 +232,10 @@ def _network_seconds(
     seconds: defaultdict[str, float] = defaultdict(float)
     group = ops.REPLICATE if plan.replicas > 1 else ops.ALL
     group_of = {"all_gather": ops.SHARD, "reduce_scatter": ops.SHARD, "all_reduce": group}
+    small = plan.policy.bytes_merged(plan.process_group_backend)
     for op, size in messages:
-        if plain and (op == "all_gather" or not plan.policy.all_reduce_below):
+        apart = op == "all_gather" or not plan.policy.all_reduce_below
+        if plain and apart and size > small * plan.world_size:
             seconds[op] += _seconds(op, size, group_of[op], plan, hardware)
         else:
             joined[op] += size

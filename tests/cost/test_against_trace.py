@@ -22,7 +22,7 @@ from graphshard.program.program import BACKWARD, FORWARD, Program
 # -- a trace of a small model ----------------------------------------------------------------------
 
 
-POLICY = graphshard.BlockPolicy({Block}, forward_prefetch=1)
+POLICY = graphshard.BlockPolicy({Block}, forward_prefetch=1, merge_below=0)
 
 
 FACTORY = """

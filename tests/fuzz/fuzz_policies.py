@@ -104,6 +104,8 @@ def _draw_order(rng: Random, fields: dict[str, Any], strategy: str) -> None:
         fields["reshard_root"] = True
     if rng.random() < 0.2 and strategy != "NO_SHARD":
         fields["all_reduce_below"] = rng.choice([100, 1000, 1 << 20])
+    if rng.random() < 0.5:
+        fields["merge_below"] = rng.choice([0, 0, 100, 1000])
 
 
 def _draw_units(rng: Random, blocks: tuple[str, ...], hybrid: bool) -> dict[str, Any]:

@@ -67,6 +67,7 @@ CHANGED = {
     "backward_prefetch": None,
     "forward_prefetch": 2,
     "all_reduce_below": 65_536,
+    "merge_below": 65_536,
     "reshard_root": True,
     "reshard_after_forward": False,
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),

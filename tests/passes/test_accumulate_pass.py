@@ -28,7 +28,7 @@ def rewritten(
     add: tuple[str, ...] = (),
     **fields: object,
 ) -> tuple[Program, ShardingPlan]:
-    policy = Policy(**fields)
+    policy = Policy(merge_below=0, **fields)
     program = build()
     plan = toys.make_toy_plan(program, toys.UNITS[build], policy)
     run_passes(program, plan, passes_for(default_passes(policy), (keep, add, ())))

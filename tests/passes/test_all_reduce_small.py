@@ -93,7 +93,7 @@ class Small(nn.Module):
 def planned(below: int, ranks: int) -> ShardingPlan:
     with torch.device("meta"):
         model = Small()
-    policy = BlockPolicy({nn.Linear}, all_reduce_below=below)
+    policy = BlockPolicy({nn.Linear}, all_reduce_below=below, merge_below=0)
     return graphshard.plan(model, policy, world_size=ranks, example_inputs=(torch.ones(8, 64),))
 
 

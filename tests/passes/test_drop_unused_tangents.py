@@ -140,7 +140,7 @@ def communication(program: Program) -> list[str]:
 
 
 def test_what_nobody_needs_is_not_communicated() -> None:
-    _, program, plan = finished(BlockPolicy({Block}))
+    _, program, plan = finished(BlockPolicy({Block}, merge_below=0))
     DropUnusedTangents(frozenset({1, 2, 3, 4})).apply(program, plan)
     assert communication(program) == [
         "all_gather first",
@@ -159,7 +159,7 @@ def test_a_unit_communicates_only_the_parameters_still_needed() -> None:
 
 
 def test_no_gradient_at_all() -> None:
-    _, program, plan = finished(BlockPolicy({Block}))
+    _, program, plan = finished(BlockPolicy({Block}, merge_below=0))
     DropUnusedTangents(frozenset(range(5))).apply(program, plan)
     assert communication(program) == []
     assert program.results().grads == [None] * len(program.params)
@@ -167,7 +167,7 @@ def test_no_gradient_at_all() -> None:
 
 
 def test_kept_gathers_are_still_freed() -> None:
-    _, program, plan = finished(BlockPolicy({Block}, strategy="SHARD_GRAD_OP"))
+    _, program, plan = finished(BlockPolicy({Block}, strategy="SHARD_GRAD_OP", merge_below=0))
     DropUnusedTangents(frozenset(range(5))).apply(program, plan)
     assert communication(program) == ["free last", "free side", "free first"]
 

@@ -19,6 +19,7 @@ import graphshard.passes
 from graphshard import MixedPrecision, pipeline
 from graphshard.errors import PassError, PlanError, VerifyError
 from graphshard.passes.insert_free import InsertFree
+from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
 from graphshard.passes.unshard import Unshard
@@ -101,8 +102,12 @@ class Stages:
 
 
 def test_default_passes_follow_the_policy() -> None:
-    assert [p.name for p in default_passes(Policy())] == DEFAULT
     base = default_passes(Policy())
+    assert [p.name for p in base] == [*DEFAULT[:-1], "merge_gathers", DEFAULT[-1]]
+    for unmerged in ({"merge_below": 0}, {"memory_budget": 1 << 40}):
+        assert [p.name for p in default_passes(Policy(**unmerged))] == DEFAULT
+    merged = default_passes(Policy(merge_below=100, memory_budget=1 << 40))[-2]
+    assert merged == MergeGathers(100, forward=1, backward=1)
     for options in (
         {"backward_prefetch": "post"},
         {"forward_prefetch": 2},

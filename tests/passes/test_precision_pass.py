@@ -250,7 +250,8 @@ def test_buffers_are_shown_in_their_dtype_and_keep_their_own() -> None:
 
 def test_precision_per_unit() -> None:
     policy = graphshard.ModulePolicy(
-        {Block: {}, "blocks.1": {"mixed_precision": MixedPrecision(F16, output_dtype=F32)}}
+        {Block: {}, "blocks.1": {"mixed_precision": MixedPrecision(F16, output_dtype=F32)}},
+        merge_below=0,
     )
     plan = graphshard.plan(Net(), policy, world_size=2, example_inputs=(torch.zeros(5, 4),))
     found = {

@@ -223,7 +223,9 @@ def test_passes_refuse_what_they_cannot_rewrite() -> None:
 
 def test_recomputed_units_are_gathered_from_their_parts() -> None:
     torch.manual_seed(0)
-    policy = graphshard.BlockPolicy(GPT.blocks, reshard_after_forward=2, recompute="units")
+    policy = graphshard.BlockPolicy(
+        GPT.blocks, reshard_after_forward=2, recompute="units", merge_below=0
+    )
     plan = graphshard.plan(GPT.model(), policy, world_size=4, example_kwargs=GPT.inputs(0))
     assert plan.program is not None
     backward = [n for n in plan.program.nodes("backward") if n.target is ops.all_gather]

@@ -152,7 +152,7 @@ def test_small_parameters_stay_as_fsdp2_has_them():
 def planned(world_size, **fields):
     with torch.device("meta"):
         made, inputs = MoE(), (torch.zeros(6, dtype=torch.int64),) * 2
-    policy = BlockPolicy({Experts}, **fields)
+    policy = BlockPolicy({Experts}, merge_below=0, **fields)
     return graphshard.plan(made, policy, world_size=world_size, example_inputs=inputs)
 
 

@@ -24,7 +24,7 @@ def meta(*blocks):
 
 def planned(world_size=4, **fields):
     model, inputs = meta()
-    policy = BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER", **fields)
+    policy = BlockPolicy({Experts}, strategy="SHARD_OPTIMIZER", merge_below=0, **fields)
     return graphshard.plan(model, policy, world_size=world_size, example_inputs=inputs)
 
 

@@ -280,7 +280,7 @@ class Net(nn.Module):
 def schedule(modules, unit):
     with torch.device("meta"):
         model, ids = Net(), torch.zeros(4, dtype=torch.int64)
-    policy = ModulePolicy(modules, BlockPolicy({nn.Linear}))
+    policy = ModulePolicy(modules, BlockPolicy({nn.Linear}), merge_below=0)
     program = graphshard.plan(model, policy, world_size=2, example_inputs=(ids,)).program
     return [(e.phase, e.op) for e in program.schedule() if e.unit == unit and e.op != "wait"]
 

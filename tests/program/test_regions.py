@@ -30,7 +30,7 @@ TOKENS = torch.randint(0, 19, (2, 3, 7))
 
 
 def toy(build=toys.blocks, policy: Policy | None = None, **options) -> Program:
-    policy = policy or Policy()
+    policy = toys.one_by_one(policy or Policy())
     passes = (*default_passes(policy), *backend_passes("inductor"))
     return toys.rewritten(build, policy, passes=passes, **options)[0]
 
@@ -38,7 +38,7 @@ def toy(build=toys.blocks, policy: Policy | None = None, **options) -> Program:
 def planned(layers: int = 3, **fields) -> graphshard.ShardingPlan:
     return graphshard.plan(
         TiedGPT(layers),
-        graphshard.BlockPolicy(Block, **fields),
+        graphshard.BlockPolicy(Block, merge_below=0, **fields),
         world_size=4,
         example_inputs=tuple(TOKENS),
         backend="inductor",
@@ -77,7 +77,7 @@ def test_a_uniform_transformer_has_at_most_eight_forms(name: str):
     case = CASES[name]
     plan = graphshard.plan(
         case.model(),
-        graphshard.BlockPolicy(case.blocks),
+        graphshard.BlockPolicy(case.blocks, merge_below=0),
         world_size=2,
         example_kwargs=case.inputs(0),
         backend="inductor",
@@ -303,7 +303,7 @@ def test_simulation_counts_fused_operators_once_and_says_so():
     plans = [
         graphshard.plan(
             TiedGPT(2),
-            graphshard.BlockPolicy(Block),
+            graphshard.BlockPolicy(Block, merge_below=0),
             world_size=4,
             example_inputs=tuple(TOKENS),
             backend=backend,

@@ -411,7 +411,7 @@ test_on_four_ranks = pytest.mark.slow(
 
 
 def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:
-    policy = graphshard.BlockPolicy({Spectrum})
+    policy = graphshard.BlockPolicy({Spectrum}, merge_below=0)
     with torch.device("meta"):
         model, x = Operator(), torch.empty(2, LENGTH, 1)
     plan = graphshard.plan(model, policy, world_size=4, example_inputs=(x,))

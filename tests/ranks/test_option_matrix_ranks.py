@@ -100,6 +100,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "": {},
         "all reduced": {"all_reduce_below": ANY},
         "checked": {"check_finite": "error"},
+        "apart": {"merge_below": 0},
+        "in pairs": {"merge_below": 6_000},
     },
     "backend": {"": {}, "regions": {"backend": "inductor"}},
     "sizes": {"": {}, "symbols": {"dynamic": {"ids": {0: "batch", 1: "length"}}}},

@@ -63,7 +63,7 @@ X = torch.randn(96, 16, generator=torch.Generator().manual_seed(1))
 
 
 def program_of(**fields) -> Program:
-    policy = graphshard.BlockPolicy({Wide}, **fields)
+    policy = graphshard.BlockPolicy({Wide}, merge_below=0, **fields)
     made = graphshard.plan(Deep(), policy, world_size=2, example_inputs=(X,)).program
     assert made is not None
     return made
@@ -130,7 +130,7 @@ def test_a_budget_holds_under_other_policies(fields):
     mesh = (2, 2) if fields.get("strategy") == "HYBRID_SHARD" else None
 
     def program(**more) -> Program:
-        policy = graphshard.BlockPolicy({Wide}, **fields, **more)
+        policy = graphshard.BlockPolicy({Wide}, merge_below=0, **fields, **more)
         return graphshard.plan(
             Deep(), policy, world_size=4, mesh_shape=mesh, example_inputs=(X,)
         ).program
@@ -151,7 +151,7 @@ def test_a_budget_holds_for_real_models(name):
     case = CASES[name]
 
     def program(**fields) -> Program:
-        policy = graphshard.BlockPolicy(case.blocks, **fields)
+        policy = graphshard.BlockPolicy(case.blocks, merge_below=0, **fields)
         inputs = case.inputs(0)
         return graphshard.plan(case.model(), policy, world_size=2, example_kwargs=inputs).program
 

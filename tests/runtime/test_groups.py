@@ -77,7 +77,7 @@ def the_plan_says_where_it_runs(rank: int) -> None:
 def ranks_of_two_hosts_move_bytes_while_they_compute(rank: int) -> None:
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
-    policy = graphshard.BlockPolicy({nn.Linear})
+    policy = graphshard.BlockPolicy({nn.Linear}, merge_below=0)
     steps = []
     for apart in (False, True):
         with mock.patch.dict(os.environ, NCCL_HOSTID=f"host{rank * apart}"):

@@ -50,7 +50,9 @@ OFFLOADED = {"offload": ("params", "activations"), "recompute": "units"}
 
 def require_names(**options: Any) -> list[str]:
     compiled = {k: options.pop(k) for k in ("backend", "check", "mesh") if k in options}
-    sharded = graphshard.compile(TiedGPT(2), graphshard.BlockPolicy({Block}, **options), **compiled)
+    sharded = graphshard.compile(
+        TiedGPT(2), graphshard.BlockPolicy({Block}, merge_below=0, **options), **compiled
+    )
     tokens = tokens_of(0, 0)
     sharded(*tokens).backward()
     sharded.zero_grad()
@@ -101,8 +103,8 @@ WIDE = [
 
 def names_of_micro_batches_and_of_some_outputs(rank: int) -> None:
     """Programs that accumulate, and a backward that is made when it is first needed."""
-    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}))
-    several = graphshard.compile(ManyOutputs(), graphshard.BlockPolicy({nn.Linear}))
+    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}, merge_below=0))
+    several = graphshard.compile(ManyOutputs(), graphshard.BlockPolicy({nn.Linear}, merge_below=0))
 
     def step() -> None:
         with sharded.no_sync():
@@ -122,7 +124,7 @@ def names_of_micro_batches_and_of_some_outputs(rank: int) -> None:
 
 
 def a_range_ends_where_a_half_fails(rank: int) -> None:
-    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}))
+    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}, merge_below=0))
     tokens = tokens_of(0, 0)
     sharded(*tokens)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -149,7 +151,7 @@ def a_range_ends_where_a_half_fails(rank: int) -> None:
 
 
 def without_a_profiler_there_are_no_names(rank: int) -> None:
-    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}))
+    sharded = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({Block}, merge_below=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NamedRun, "__init__", None)  # fails if it is made
         sharded(*tokens_of(0, 0)).backward()

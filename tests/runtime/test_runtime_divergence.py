@@ -42,7 +42,9 @@ X = torch.ones(2, 4)
 
 
 def compiled(model: nn.Module, strategy: str = "FULL_SHARD") -> graphshard.ShardedModule:
-    return graphshard.compile(model, graphshard.BlockPolicy({nn.Linear}, strategy=strategy))
+    return graphshard.compile(
+        model, graphshard.BlockPolicy({nn.Linear}, strategy=strategy, merge_below=0)
+    )
 
 
 def heads_known(second: int, strategy: str = "FULL_SHARD") -> graphshard.ShardedModule:
@@ -134,7 +136,7 @@ def sizes_of_other_costs(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.zeros(400_000 if rank else 2, 4)
     compiled(copy.deepcopy(layers))(x).sum().backward()
-    by_cost = graphshard.BlockPolicy({nn.Linear}, schedule="overlap")
+    by_cost = graphshard.BlockPolicy({nn.Linear}, schedule="overlap", merge_below=0)
     sharded = graphshard.compile(layers, by_cost)
     message = refused(lambda: sharded(x), sharded)
     assert "would issue different collectives" in message

@@ -42,7 +42,9 @@ class Stack(nn.Module):
 
 def stack(**policy: object) -> tuple[graphshard.ShardedModule, Tensor]:
     torch.manual_seed(0)
-    sharded = graphshard.compile(Stack(), graphshard.BlockPolicy({nn.Linear}, **policy))
+    sharded = graphshard.compile(
+        Stack(), graphshard.BlockPolicy({nn.Linear}, merge_below=0, **policy)
+    )
     x = torch.randn(BATCH, WIDTH)
     sharded(x).backward()  # captures, agrees and allocates what stays
     sharded.zero_grad()
@@ -143,7 +145,7 @@ def kept_parts_go_with_the_gather_that_reads_them(rank: int) -> None:
 
     torch.manual_seed(0)
     # Groups of one rank keep whole parameters: their own copies.
-    policy = graphshard.BlockPolicy({nn.Linear}, reshard_after_forward=1)
+    policy = graphshard.BlockPolicy({nn.Linear}, reshard_after_forward=1, merge_below=0)
     sharded = graphshard.compile(Named(), policy)
     x = torch.randn(BATCH, WIDTH)
     sharded(x).backward()
@@ -185,7 +187,7 @@ def test_checking_mode_shows_a_use_after_free(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(BATCH, WIDTH)
     losses = []
     for check in (False, True):
-        policy = graphshard.BlockPolicy({nn.Linear})
+        policy = graphshard.BlockPolicy({nn.Linear}, merge_below=0)
         sharded = graphshard.compile(Stack(2), policy, passes=(FreeTooEarly(),), check=check)
         losses.append(sharded(x))
     assert losses[0].isfinite()  # luck: on a single rank nothing is freed
@@ -195,7 +197,7 @@ def test_checking_mode_shows_a_use_after_free(monkeypatch: pytest.MonkeyPatch) -
 def test_the_environment_turns_checking_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphshard.pipeline.verify", lambda *args, **kwargs: None)
     monkeypatch.setenv("GRAPHSHARD_CHECK", "1")
-    policy = graphshard.BlockPolicy({nn.Linear})
+    policy = graphshard.BlockPolicy({nn.Linear}, merge_below=0)
     sharded = graphshard.compile(Stack(2), policy, passes=(FreeTooEarly(),))
     assert sharded(torch.randn(BATCH, WIDTH)).isnan()
 
@@ -212,7 +214,7 @@ class WrongShape:
 
 def test_checking_mode_holds_values_against_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphshard.pipeline.verify", lambda *args, **kwargs: None)
-    policy = graphshard.BlockPolicy({nn.Linear})
+    policy = graphshard.BlockPolicy({nn.Linear}, merge_below=0)
     sharded = graphshard.compile(Stack(2), policy, passes=(WrongShape(),), check=True)
     with pytest.raises(RuntimeStateError, match=r"node tanh in forward gave \(64, 256\)"):
         sharded(torch.randn(BATCH, WIDTH))

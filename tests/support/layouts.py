@@ -90,5 +90,5 @@ def assert_same(got: History, expected: History, *, exact: bool) -> None:
 
 
 def compiled(rank: int, strategy: str) -> graphshard.ShardedModule:
-    policy = graphshard.BlockPolicy({Experts}, strategy=strategy)
+    policy = graphshard.BlockPolicy({Experts}, strategy=strategy, merge_below=0)
     return graphshard.compile(model(), policy, example_inputs=batch(rank, 0), check=True)

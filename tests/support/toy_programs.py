@@ -271,8 +271,11 @@ def make_toy_plan(
     world_size: int = 4,
     mesh: tuple[int, ...] | None = None,
 ) -> ShardingPlan:
-    """A plan with these units for a program built here, on `mesh` or one of `world_size` ranks."""
-    policy = policy or Policy()
+    """A plan with these units for a program built here, on `mesh` or one of `world_size` ranks.
+
+    Every unit is gathered by itself, unless `policy` says otherwise.
+    """
+    policy = one_by_one(policy or Policy())
     mesh = mesh or (world_size,)
     owned: dict[str, list[ParamLayout]] = {unit: [] for unit in units}
     for param in program.params:
@@ -299,11 +302,16 @@ def make_toy_plan(
     return ShardingPlan(made, policy, prod(mesh), mesh)
 
 
+def one_by_one(policy: Policy) -> Policy:
+    """`policy`, by default with each unit's gather by itself: tests look at one thing at a time."""
+    return policy if policy.merge_below is not None else dataclasses.replace(policy, merge_below=0)
+
+
 def gathering_at_need(policy: Policy) -> Policy:
-    """`policy`, by default with no gather ahead in forward: tests look at one thing at a time."""
+    """`one_by_one`, and by default with no gather ahead in forward."""
     if policy.forward_prefetch is not None or policy.schedule != "fsdp":
-        return policy
-    return dataclasses.replace(policy, forward_prefetch=0)
+        return one_by_one(policy)
+    return one_by_one(dataclasses.replace(policy, forward_prefetch=0))
 
 
 def rewritten(

@@ -83,13 +83,13 @@ def test_forward_gathers_ahead_where_something_can_run_beside(
     hosts = 2 if "2 hosts" in shown else 1
     plan = graphshard.plan(
         model,
-        graphshard.BlockPolicy({nn.Linear}, forward_prefetch=asked),
+        graphshard.BlockPolicy({nn.Linear}, forward_prefetch=asked, merge_below=0),
         world_size=ranks,
         process_group_backend=backend,
         hosts=hosts,
         example_inputs=(torch.ones(2, 4),),
     )
-    assert f", forward_prefetch={shown}\n" in str(plan)
+    assert f", forward_prefetch={shown}, merge_below=0\n" in str(plan)
     events = [(event.op, event.unit) for event in plan.program.schedule()]
     gathered, run = events.index(("all_gather", "1")), events.index(("compute", "0"))
     assert (gathered < run) == ahead

@@ -14,8 +14,8 @@ TINY = "--layers 2 --width 32 --batch 2 --context 16 --dropout 0.1"
 def test_demo_shows_its_plan_and_the_losses_of_one_process(tmp_path):
     output = run(f"{TORCHRUN} examples/train_gpt.py --check --steps 4 {TINY} --dump {tmp_path}")
     assert "sharding plan of GPT" in output
-    assert re.search(r"backward:\n.*all_gather +blocks\.0", output)
-    assert re.search(r"reduce_scatter +blocks\.0", output)
+    assert re.search(r"backward:\n.*all_gather +blocks\.1 .* with blocks\.0", output)
+    assert re.search(r"reduce_scatter +blocks\.1 .* with blocks\.0", output)
     steps = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +(\S+)$", output, re.MULTILINE)
     assert [int(step) for step, *_ in steps] == [0, 1, 2, 3]
     assert all(sharded == single and gap == "0.0e+00" for _, sharded, single, gap in steps)

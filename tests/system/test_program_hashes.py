@@ -1,4 +1,4 @@
-"""Thirteen policies of one small model: schedule, every node and plan stay the same to the byte.
+"""Policies of one small model: schedule, every node and plan stay the same to the byte.
 
 Golden files show a person what changed; these hashes prove that a change of the code's structure
 changed nothing at all. A change that is meant to alter programs updates them in its own commit:
@@ -20,19 +20,24 @@ from graphshard import BlockPolicy, MixedPrecision, Policy
 from graphshard.program.text import full_text
 
 HASHES = {
-    "full": "79b458502540f23b",
-    "zero2": "c5dc09e2c55aacd4",
-    "zero1": "7a625f7619838d0e",
-    "ddp": "2d28bf47844beb4e",
-    "hybrid": "1c6d843e5918f7b8",
-    "partial": "7510c6afb00da57a",
-    "mixed": "d7496d5ec7df28da",
-    "offload": "c260afa4b63ef681",
-    "overlap": "feb41de358a762b6",
-    "overlap_gloo": "034fd68c278334e6",
-    "overlap_hybrid": "f699eb4af9ff94a7",
-    "odd": "2a0518750e4eeb24",
-    "recompute": "2387460720fbd76f",
+    "full": "902b104c0587eb54",
+    "zero2": "9df0fc2e7dec3d33",
+    "zero1": "162e94f6f34ab8c4",
+    "ddp": "f999abd04a8151e9",
+    "hybrid": "2d18976a8ff987e5",
+    "partial": "2f88872534b09746",
+    "mixed": "6050e4ee0789c8cd",
+    "offload": "de46d7b99c833e02",
+    "overlap": "d75700a3cdbb3c53",
+    "overlap_gloo": "24923a26173c93a5",
+    "overlap_hybrid": "2e64692c8dbaed98",
+    "odd": "883ffc95fc1bb8c8",
+    "recompute": "c94ffa4f72689937",
+    "merged": "f70bdffc9536800a",
+    "merged_zero2": "9f5dd2d1cc7ad6d8",
+    "merged_zero1": "d0c8747532f44233",
+    "merged_hybrid": "87b213f0dfff4a6f",
+    "merged_overlap": "9e26f8d6d6118639",
 }
 
 
@@ -67,24 +72,33 @@ def blocks(**options: object) -> Callable[[], Policy]:
     return lambda: BlockPolicy({Block}, **options)  # type: ignore[arg-type]
 
 
+def apart(**options: object) -> Callable[[], Policy]:
+    return blocks(merge_below=0, **options)
+
+
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES: dict[str, tuple[Callable[[], Policy], tuple[int, ...]]] = {
-    "full": (blocks(), (4,)),
-    "zero2": (blocks(strategy="SHARD_GRAD_OP"), (4,)),
-    "zero1": (blocks(strategy="SHARD_OPTIMIZER"), (4,)),
-    "ddp": (blocks(strategy="NO_SHARD"), (4,)),
-    "hybrid": (blocks(strategy="HYBRID_SHARD"), (2, 4)),
-    "partial": (blocks(reshard_after_forward=2), (4,)),
-    "mixed": (blocks(mixed_precision=BF16), (4,)),
-    "offload": (blocks(offload=("params", "activations")), (4,)),
-    "overlap": (blocks(schedule="overlap", hardware="h100-sxm"), (8,)),
-    "overlap_gloo": (blocks(schedule="overlap", hardware="cpu-gloo"), (2,)),
+    "full": (apart(), (4,)),
+    "zero2": (apart(strategy="SHARD_GRAD_OP"), (4,)),
+    "zero1": (apart(strategy="SHARD_OPTIMIZER"), (4,)),
+    "ddp": (apart(strategy="NO_SHARD"), (4,)),
+    "hybrid": (apart(strategy="HYBRID_SHARD"), (2, 4)),
+    "partial": (apart(reshard_after_forward=2), (4,)),
+    "mixed": (apart(mixed_precision=BF16), (4,)),
+    "offload": (apart(offload=("params", "activations")), (4,)),
+    "overlap": (apart(schedule="overlap", hardware="h100-sxm"), (8,)),
+    "overlap_gloo": (apart(schedule="overlap", hardware="cpu-gloo"), (2,)),
     "overlap_hybrid": (
-        blocks(strategy="HYBRID_SHARD", schedule="overlap", hardware="h100-sxm"),
+        apart(strategy="HYBRID_SHARD", schedule="overlap", hardware="h100-sxm"),
         (2, 4),
     ),
-    "odd": (blocks(), (7,)),
-    "recompute": (blocks(recompute="units"), (4,)),
+    "odd": (apart(), (7,)),
+    "recompute": (apart(recompute="units"), (4,)),
+    "merged": (blocks(), (4,)),
+    "merged_zero2": (blocks(strategy="SHARD_GRAD_OP"), (4,)),
+    "merged_zero1": (blocks(strategy="SHARD_OPTIMIZER"), (4,)),
+    "merged_hybrid": (blocks(strategy="HYBRID_SHARD", merge_below=40_000), (2, 4)),
+    "merged_overlap": (blocks(schedule="overlap", hardware="h100-sxm"), (8,)),
 }
 
 

@@ -273,7 +273,7 @@ def test_a_name_turns_no_rule_on_or_off(
         program = toys.blocks()
         run_passes(program, toys.make_toy_plan(program, toys.UNITS[toys.blocks]), passes)
 
-    ours = default_passes(Policy())
+    ours = default_passes(toys.one_by_one(Policy()))
     run((Edit(lambda program: None, name), *ours))
     for step in ours:
         if step.name == name:
