@@ -79,7 +79,7 @@ class Shuffled:
 def trained(rank: int, fields: dict[str, Any], *passes: Shuffled) -> tuple[list[Any], list[Any]]:
     """Losses and gradients of two steps, and the order of communication."""
     device = torch.device("cuda", torch.cuda.current_device())
-    policy = graphshard.BlockPolicy({Block}, **fields)
+    policy = graphshard.BlockPolicy({Block}, merge_below=0, **fields)
     sharded = graphshard.compile(model(), policy, passes=passes)
     found: list[Any] = []
     for number in range(2):
@@ -106,7 +106,7 @@ def what_an_error_drops_is_waited_for(rank: int) -> None:
     if not is_made_up():
         return  # a race is seen by luck
     report_races(False)
-    sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}))
+    sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}, merge_below=0))
     ids = [ids.cuda() for ids in batch(0, rank, 0)]
     sharded(*ids).backward()
 
@@ -132,7 +132,8 @@ def what_an_error_drops_is_waited_for(rank: int) -> None:
 
 def shards_are_cast_by_one_launch_beside_compute(rank: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    policy = graphshard.BlockPolicy({Block}, mixed_precision=BF16["mixed_precision"])
+    precision = BF16["mixed_precision"]
+    policy = graphshard.BlockPolicy({Block}, mixed_precision=precision, merge_below=0)
     sharded = graphshard.compile(model(), policy)
     ids = [ids.to(device) for ids in batch(0, rank, 0)]
     sharded(*ids).backward()

@@ -116,8 +116,9 @@ REFUSED = (
     ("moved", "checked"),  # passes of one's own come behind those that insert the checks
     *(("budget", name) for name in ("activations", "both")),
     ("budget", "zero1"),  # whose parameters alone take more
+    *(("budget", name) for name in ("apart", "in pairs")),  # under which units stay apart
 )
-"""Values of two axes that a policy refuses together."""
+"""Values of two axes that a policy refuses together, or that are one with others."""
 
 Row = dict[str, str]
 
@@ -345,6 +346,8 @@ class Trains:
 
 def check_of(row: Row) -> Trains:
     fields = {k: v for name, value in row.items() for k, v in AXES[name][value].items()}
+    if "dynamic" in fields and "memory_budget" in fields:
+        fields["memory_budget"] = 170_000  # for larger batches
     # With shards kept, what has no dims is averaged over all ranks in each batch: another sum.
     exact = row["kept"] != "shards"
     return Trains(", ".join(filter(None, row.values())), exact=exact, **fields)
