@@ -48,7 +48,7 @@ def main() -> None:
     before, after = (
         graphshard.plan(
             model,
-            graphshard.BlockPolicy({Block}, forward_prefetch=0),
+            graphshard.BlockPolicy({Block}, forward_prefetch=0, merge_below=0),
             world_size=2,
             example_inputs=(tokens, tokens),
             passes=passes,
