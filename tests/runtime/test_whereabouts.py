@@ -25,7 +25,7 @@ from graphshard.runtime.store import Meetings
 from graphshard.runtime.whereabouts import At, Whereabouts, _Watch
 
 TIMEOUT = 3.0
-BLOCK = graphshard.BlockPolicy({Block})
+BLOCK = graphshard.BlockPolicy({Block}, merge_below=0)
 
 
 def store_of(sharded: graphshard.ShardedModule) -> Any:
