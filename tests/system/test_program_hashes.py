@@ -33,11 +33,11 @@ HASHES = {
     "overlap_hybrid": "2e64692c8dbaed98",
     "odd": "883ffc95fc1bb8c8",
     "recompute": "c94ffa4f72689937",
-    "merged": "f70bdffc9536800a",
-    "merged_zero2": "9f5dd2d1cc7ad6d8",
-    "merged_zero1": "d0c8747532f44233",
-    "merged_hybrid": "87b213f0dfff4a6f",
-    "merged_overlap": "9e26f8d6d6118639",
+    "merged": "d3735162ff4e4627",
+    "merged_zero2": "052e93b345f426da",
+    "merged_zero1": "e6273196008573e8",
+    "merged_hybrid": "b5cddf913052bfd7",
+    "merged_overlap": "9cc9615ddf4745e2",
 }
 
 
