@@ -219,7 +219,7 @@ def _merge_reduces(program: Program, share: int) -> None:
     reduces = [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]
     for _, alike in groupby(sorted(reduces, key=_kind), key=_kind):
         waits = [wait for reduce in alike for wait in reduce.users]
-        for group in _groups(waits, program, share, _same_ranks):
+        for group in _groups(waits, program, share, lambda group, wait: True):
             for before, wait in pairwise(group):
                 join_reduces(program, before, wait)
 

@@ -131,6 +131,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     common = ["factories:bare", "--policy", "block:Layer", "--mesh", "4"]
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
     fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB", "--all-reduce-below", "64KiB"]
+    fields += ["--merge-below", "32KiB"]
     fields += ["--recompute", "units", "--sync-module-states", "--cuda-graph"]
     fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
     fields += ["--offload", "params", "--offload", "activations", "--check-finite", "warn"]
@@ -141,6 +142,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         backward_prefetch=None,
         forward_prefetch=2,
         all_reduce_below=65536,
+        merge_below=32768,
         memory_budget=2**31,
         recompute="units",
         sync_module_states=True,

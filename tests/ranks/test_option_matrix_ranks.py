@@ -48,7 +48,7 @@ ANY = 1 << 40  # bytes
 
 PASSES = (
     *(SetBudget(), SplitGathers(again=True, apart=0.0, alone=0), SplitReduces(apart=0.0)),
-    *(MergeGathers(5_000), Overlap()),
+    *(MergeGathers(2_500), Overlap()),
 )
 OVERRIDES = {
     "mix": {"strategy": "NO_SHARD"},
@@ -93,7 +93,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "post": {"backward_prefetch": "post", "forward_prefetch": 2},
         "by cost": {"schedule": "overlap", "hardware": "h100-sxm"},
         "two hosts": {"hosts": 2},
-        "moved": {"passes": PASSES},
+        "moved": {"passes": PASSES, "merge_below": 0},
     },
     "kept": {"": {}, "gradients": {"micro": "gradient"}, "shards": {"micro": "shard"}},
     "small": {

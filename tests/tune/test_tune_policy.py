@@ -90,7 +90,8 @@ def test_what_is_fixed_stays():
 
 def test_a_fixed_bound_of_small_units_stays_but_where_all_are_reduced_so():
     shared = {"strategy": "auto", "recompute": None, "offload": None, "schedule": "fsdp"}
-    tuning = tune(all_reduce_below=1 << 20, forward_prefetch=0, **shared)
+    tuning = tune(all_reduce_below=1 << 20, merge_below=4096, forward_prefetch=0, **shared)
+    assert {t.policy.merge_below for t in tuning.tried} == {4096}
     bounds = {(t.policy.strategy, t.policy.all_reduce_below) for t in tuning.tried}
     assert ("NO_SHARD", 0) in bounds
     assert ("FULL_SHARD", 1 << 20) in bounds
