@@ -479,13 +479,14 @@ def reduced_whole_and_kept_in_parts(rank: int) -> None:
     sharded = compiled(all_reduce_below=ANY)
     backward(sharded, 0, rank)
     assert any(event.op == "all_reduce_shard" for event in sharded.program.schedule())
-    for unit in sharded.plan.units:
-        sharded_here = [layout for layout in unit.layouts if layout.sharded]
-        kept = sum(prod(layout.shard_shape) * layout.dtype.itemsize for layout in sharded_here)
-        for layout in unit.layouts:
-            grad = sharded.get_parameter(layout.fqn).grad
-            if layout.sharded and grad is not None:
-                assert grad.to_local().untyped_storage().nbytes() <= kept, layout.fqn
+    kept, storages = 0, {}
+    for layout in (each for unit in sharded.plan.units for each in unit.layouts if each.sharded):
+        grad = sharded.get_parameter(layout.fqn).grad
+        if grad is not None:
+            kept += prod(layout.shard_shape) * layout.dtype.itemsize
+            storage = grad.to_local().untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    assert sum(storages.values()) <= kept
 
 
 # -- numbers of ranks that divide no dim ----------------------------------------------------------
