@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from graphshard.capture.questions import ASSUMES
 from graphshard.errors import GraphshardError, PassError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
@@ -56,7 +57,7 @@ from graphshard.verify.rules import RULES, rules_of, verify
 
 
 def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
-    """Add warnings about parameters that the captured program does not use or train.
+    """Add warnings about parameters that the captured program does not use or train, and others.
 
     Args:
         plan: the plan of the captured model.
@@ -80,6 +81,12 @@ def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
             f"{'it' if len(no_gradient) == 1 else 'them'}; set requires_grad=False, or look for a "
             "detach() or no_grad in the model"
         )
+    for note in program.notes:
+        if note.startswith(ASSUMES):
+            warnings.append(
+                f"the captured step {note}; the example has no values to tell, and calls for which "
+                "it is otherwise get a program of their own"
+            )
     return replace(plan, warnings=(*plan.warnings, *warnings))
 
 

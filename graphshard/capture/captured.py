@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphshard.capture.guards import Guards
 from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
+from graphshard.capture.questions import Question
 from graphshard.capture.structure import Structure
 from graphshard.program.program import Program
 
@@ -30,6 +31,7 @@ class Capture:
     guards: the Python state that it was captured with.
     settled: attributes that forward sets from None to a plain value, as `config.problem_type` of
         transformers' classifiers; each call repeats it.
+    questions: those about values that it answers for the calls it serves, in the order asked.
     """
 
     program: Program
@@ -38,6 +40,19 @@ class Capture:
     left: tuple[tuple[LeftAt, Structure], ...] = ()
     guards: Guards = _NO_GUARDS
     settled: tuple[Assignment, ...] = ()
+    questions: tuple[Question, ...] = ()
+
+    def answered_otherwise(
+        self, tensors: Sequence[Tensor], buffer: Callable[[str], Tensor]
+    ) -> tuple[Question, Any] | None:
+        """The first question to which a call of `tensors` has another answer, and that answer."""
+        sizes = self.program.sizes
+        for question in self.questions:
+            assert sizes is not None
+            answer = question.answer_for(sizes, tensors, buffer)
+            if answer != question.answer:
+                return question, answer
+        return None
 
     def settle(self) -> None:
         """Do what forward does to the attributes in `settled`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -35,6 +35,8 @@ from graphshard.capture.fake_mode import constant_folding_fake_mode
 from graphshard.capture.input_checks import as_plain, first_places
 from graphshard.capture.joint import program_of_joint
 from graphshard.capture.packed_sequences import packed_sequences
+from graphshard.capture.questions import Questions
+from graphshard.capture.recipes import Leaf
 from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, take_apart
@@ -54,12 +56,14 @@ class Values(Enum):
 
     UNKNOWN: the trace ends. AS_SIZES: it is a symbol, by which no code may decide. NOT_EMPTY: as
     before, but code may ask whether a size is 0, and it is not. EMPTY: likewise, and it is 0.
+    ANSWERED: it is a symbol, and code may decide by those that inputs and buffers make.
     """
 
     UNKNOWN = auto()
     AS_SIZES = auto()
     NOT_EMPTY = auto()
     EMPTY = auto()
+    ANSWERED = auto()
 
 
 _IF_EMPTY = {Values.NOT_EMPTY: False, Values.EMPTY: True}
@@ -75,15 +79,19 @@ def capture(
     names: Sequence[Names] | None = None,
     entry: EntryPoint = MAIN_ENTRY,
     precisions: Precisions | None = None,
+    buffer: Callable[[str], Tensor] | None = None,
 ) -> Capture:
     """Trace one step of `model`, which is left as it was, into a `Program`.
 
-    `args` and `kwargs` may be real, meta or fake; only their metadata is read. A CUDA program
-    captured without CUDA is traced for the CPU, and `program.notes` says so. Without `grad` it has
-    a forward only. `names` are for each tensor of the call (in the order of `take_apart`) its
-    dynamic dimensions, of sizes of at least 2; see `graphshard.capture.dynamic`.
+    `args` and `kwargs` may be real, meta or fake; their values are read only if the model decides
+    by them, and those of its buffers, which `buffer` gives by FQN (None: they are the model's). A
+    CUDA program captured without CUDA is traced for the CPU, and `program.notes` says so. Without
+    `grad` it has a forward only. `names` are for each tensor of the call (in the order of
+    `take_apart`) its dynamic dimensions, of sizes of at least 2; see `graphshard.capture.dynamic`.
     """
-    example = model, args, kwargs or {}, torch.device(device), grad, names, entry, precisions
+    target = torch.device(device)
+    buffer = buffer or dict(model.named_buffers(remove_duplicate=False)).__getitem__
+    example = model, args, kwargs or {}, target, grad, names, entry, precisions, buffer
     try:
         return _capture_as_is_or_functional(*example)
     except CaptureError as error:
@@ -102,7 +110,7 @@ def capture(
 def _capture_sizes_by_values(*example: Any) -> Capture:
     """Trace a step that needs sizes and numbers that depend on values.
 
-    It decides nothing by them, but for whether there is anything at all.
+    If it can, it decides nothing by them, but for whether there is anything at all.
     """
     errors = []
     for trace in (_capture_as_is_or_functional, _capture_as_compiling):
@@ -110,13 +118,19 @@ def _capture_sizes_by_values(*example: Any) -> Capture:
             return trace(*example, values=Values.AS_SIZES)
         except CaptureError as error:
             errors.append(error)
-        if asks_if_empty(errors[-1].__cause__) is not None:
+        cause: Any = errors[-1].__cause__
+        if isinstance(cause, undecided_error()) and asks_if_empty(cause.cond) is not None:  # type: ignore[attr-defined]
             try:
                 captured = trace(*example, values=Values.NOT_EMPTY)
             except CaptureError as error:
                 errors[-1].add_note(f"Where no size is 0 it fails otherwise: {error}")
             else:
                 return admit_empty(captured, partial(trace, *example, values=Values.EMPTY))
+    try:
+        return _capture_as_is_or_functional(*example, values=Values.ANSWERED)
+    except CaptureError as error:
+        if not _looks_at_values(error):
+            raise
     as_is, compiling = errors
     if _looks_at_values(compiling):
         raise compiling from compiling.__cause__
@@ -180,6 +194,7 @@ def _trace_and_rebuild(
     names: Sequence[Names] | None,
     entry: EntryPoint,
     precisions: Precisions | None,
+    buffer: Callable[[str], Tensor],
     *,
     functional: bool,
     values: Values,
@@ -197,13 +212,13 @@ def _trace_and_rebuild(
     dynamic = names is not None and any(names)
     largest = max((size for tensor in tensors for size in tensor.shape), default=1)
     sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
-    mode = constant_folding_fake_mode(sizes, target.type)
+    questions = None
+    if sizes is not None:
+        by_values = values is Values.ANSWERED
+        questions = Questions(sizes, tensors, inputs.paths, buffer, by_values=by_values)
+    mode = constant_folding_fake_mode(sizes, target.type, questions)
 
-    def fake(tensor: Tensor, shape: Any = None, stride: Any = None) -> Tensor:
-        shape, stride = shape or tensor.shape, stride or tensor.stride()
-        with mode:
-            return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=traced_on)
-
+    fake = partial(_fake, mode, traced_on)
     if sizes is None or names is None or not dynamic:
         fakes = list(map(fake, tensors))
     else:
@@ -213,13 +228,13 @@ def _trace_and_rebuild(
     plain = contextlib.nullcontext if functional else mode.no_writes.watching
     traced = TracedModel(model, fake, inputs, entry, precisions, plain, replaces_buffers)
     traced.same_inputs = first_places(tensors) if traced.compares_identity else ()
-    if sizes is not None:
-        traced.on_call = sizes.begin_run
+    if questions is not None:
+        traced.on_call = partial(_begin_run, questions, mode)
     with (
         explain_errors(model, None if sizes is None else sizes.environment),
         restore_random_state() as generators,
         cast_at_units(model, precisions),
-        _sizes_by_values(sizes, values),
+        _sizes_by_values(sizes, questions, values),
     ):
         try:
             joint = _trace(traced, model, fakes, grad, functional, traced_on.type != target.type)
@@ -240,14 +255,33 @@ def _trace_and_rebuild(
     place_casts(program, precisions)
     require_one_dtype(program, precisions)
     _check_gradients(program, traced)
-    if sizes is not None:
-        sizes.close_guards(inputs.paths)
+    if questions is not None:
+        notes += questions.close()
     notes += tell_what_is_baked_in(traced, [*generators, *traced.reads.draws], entry, program)
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
     settled = tuple(traced.reads.settled)
-    return Capture(program, inputs, traced.result, traced.left, traced.guards(), settled)
+    asked = () if questions is None else tuple(questions.asked)
+    return Capture(program, inputs, traced.result, traced.left, traced.guards(), settled, asked)
+
+
+def _fake(
+    mode: Any, device: torch.device, tensor: Tensor, shape: Any = None, stride: Any = None
+) -> Tensor:
+    shape, stride = shape or tensor.shape, stride or tensor.stride()
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
+
+
+def _begin_run(
+    questions: Questions, mode: Any, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
+) -> None:
+    questions.begin_run()
+    if questions.by_values:
+        named: tuple[tuple[Any, Tensor], ...] = (*enumerate(tensors), *buffers.items())
+        fakes = ((torch_trace.without_functional(tensor), key) for key, tensor in named)
+        mode.recipes.start_from((fake, Leaf.of(fake, key)) for fake, key in fakes)
 
 
 def _trace(
@@ -299,14 +333,16 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sizes_by_values(sizes: Sizes | None, values: Values) -> Iterator[None]:
-    if sizes is None:
+def _sizes_by_values(
+    sizes: Sizes | None, questions: Questions | None, values: Values
+) -> Iterator[None]:
+    if sizes is None or questions is None:
         yield
         return
     with (
         max_and_min_of_sizes(),
         all_experts(),
-        sizes.traced(empty=_IF_EMPTY.get(values)),
+        sizes.traced(questions.decide, empty=_IF_EMPTY.get(values)),
     ):
         yield
 

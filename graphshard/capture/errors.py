@@ -50,18 +50,6 @@ def _reason(error: Exception, environment: Any, line: str) -> str:
     text = str(error).strip()
     first = text.splitlines()[0] if text else type(error).__name__
     undecided = isinstance(error, unbacked.undecided_error())
-    if (undecided or isinstance(error, by_value)) and _frames_in(error, "torch/distributions"):
-        return (
-            "torch.distributions checks the values of its arguments, which one graph cannot; pass "
-            "validate_args=False to the distribution"
-        )
-    at_value = undecided or isinstance(error, by_value) or "FunctionalTensor" in text
-    if at_value and _frames_in(error, "torch/nn/modules/rnn"):
-        return (
-            "a recurrent layer takes a packed sequence that was made outside of this forward, so "
-            "the number of its sequences is a value; pass the padded sequences and their lengths, "
-            "and call pack_padded_sequence in the forward"
-        )
     if undecided and environment is not None:
         return _undecided_reason(error, environment, line)
     if isinstance(error, by_value):
@@ -161,7 +149,12 @@ def _undecided_reason(error: Any, environment: Any, line: str) -> str:
             "tensor operators (a mask, index_add, torch.arange), or make the number a Python "
             f"argument of forward{origins}"
         )
-    text, checks = _question(condition, environment)
+    text = question_text(condition, environment)
+    checks = (
+        "torch._check(tensor.item())"
+        if text == IS_TRUE
+        else f"torch._check({text}) or torch._check({expression_text(sympy.Not(condition), {})})"
+    )
     return (
         f"{rule}: this line asks whether {text}, and one graph holds one answer. If the model "
         "chooses by it, compute both ways and choose by torch.where or a mask, or make the value "
@@ -170,15 +163,17 @@ def _undecided_reason(error: Any, environment: Any, line: str) -> str:
     )
 
 
-def _question(condition: Any, environment: Any) -> tuple[str, str]:
-    """A condition as text, and the checks of which one answers it."""
-    text = expression_text(condition, {})
-    checks = f"torch._check({text}) or torch._check({expression_text(sympy.Not(condition), {})})"
+IS_TRUE = "the tensor is true"
+IS_FALSE = "the tensor is false"
+
+
+def question_text(condition: Any, environment: Any) -> str:
+    """A condition on numbers read off tensors, as text."""
     (symbol, *others) = condition.free_symbols
     truth_value = isinstance(condition, sympy.Eq) and not others
     if truth_value and unbacked.upper_bound(environment, symbol) == 1:
-        return "the tensor is true", "torch._check(tensor.item())"
-    return text, checks
+        return IS_TRUE
+    return expression_text(condition, {})
 
 
 # -- calls that a trace would record as something else --------------------------------------------

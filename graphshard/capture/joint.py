@@ -88,7 +88,9 @@ class _Builder:
         if self.sizes is None:
             self._copy_nodes()
         else:
-            self.sizes.unread = drop_unread_items(self.joint.graph, self.sizes.environment)
+            self.sizes.unread = drop_unread_items(
+                self.joint.graph, self.sizes.environment, self.sizes.asked
+            )
             self._equate_tangents(tangents)
             self._copy_nodes(SizeNodes(self.graph, self.sizes, [entry.node for entry in inputs]))
         results, mutations, outputs = self._results(tangents)

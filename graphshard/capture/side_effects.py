@@ -270,7 +270,7 @@ class PastTheTrace(TorchFunctionMode):
                     self._note_use(each)
         if func in _AS_NUMBERS and is_real(args[0]):
             self._note_values(args[0])
-            with torch_trace.without_dispatch_modes():
+            with torch_trace.without_modes():
                 return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))

@@ -7,7 +7,7 @@ in eager's order); its forward puts them into the module, calls it, and takes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -112,9 +112,10 @@ class TracedModel(nn.Module):
     After a trace, `result` is the structure of the module's return value, `left` where it left
     tensors else and their structures, `state_changes` names what else its forward assigned, and
     `reachable` the parameters autograd connects to an output.
-    `on_call` is called before each run of the module: a trace runs it more than once. A call whose
-    tensors are not functionalized runs in the context that `plain` makes. A buffer that forward
-    assigns is replaced by a value that carries a gradient, or by any if `replaces_buffers`.
+    `on_call` is called before each run of the module with its inputs and, by FQN, its buffers: a
+    trace runs it more than once. A call whose tensors are not functionalized runs in the context
+    that `plain` makes. A buffer that forward assigns is replaced by a value that carries a
+    gradient, or by any if `replaces_buffers`.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class TracedModel(nn.Module):
         self.compares_identity = walk.compares_identity
         self._globals = walk.places
         self.reachable: frozenset[int] = frozenset()
-        self.on_call: Callable[[], None] = lambda: None
+        self.on_call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] | None = None
         self._model = [model]  # in a list, so that it is no submodule of this one
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -169,12 +170,14 @@ class TracedModel(nn.Module):
         Each is a tensor of its own instead of an alias.
         """
         model = self._model[0]
-        self.on_call()
         if self.same_inputs:
             tensors = tuple(tensors[place] for place in self.same_inputs)
         args, kwargs = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.model_params))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.model_buffers))]
+        if self.on_call is not None:
+            fqns = [named.fqn for named in self.model_buffers]
+            self.on_call(tensors, dict(zip(fqns, buffers, strict=True)))
         given = [*arguments_in((args, kwargs))]
         names = {
             id(p): f"parameter {o.fqn!r}" for o, p in zip(self.model_params, params, strict=True)

@@ -88,6 +88,10 @@ logger = logging.getLogger("graphshard")
 MANY = 8
 
 
+MOST_ANSWERS = 64
+"""The number of programs for calls that differ in what their values answer, and maybe else."""
+
+
 RECENT = 4
 """The number of recent signatures that a call is compared with first."""
 
@@ -99,6 +103,9 @@ _SIZES = "sizes"
 
 
 _STATE = "Python state"
+
+
+_ANSWERS = "answers of values"
 
 
 _EXPECTED = frozenset({"mode", "gradients", "gradients of parameters"})
@@ -221,8 +228,8 @@ class Programs:
         """The program for calls like this one, whose tensors may be real, meta or fake."""
         tensors, structure = take_apart((args, kwargs), name=CALL)
         tensors = as_plain(tensors, structure, self._noted, stacklevel=6)
-        real = {id(t): self._real(t) for t in tensors}
-        tensors = [real[id(t)] for t in tensors]
+        on_device = {id(t): self._on_device(t) for t in tensors}
+        tensors = [on_device[id(t)] for t in tensors]
         names = self.sizes.names(Call(tensors, structure, MAIN_ENTRY))
         if names is not None:
             tensors = enlarge_small_dims(tensors, names)
@@ -238,7 +245,7 @@ class Programs:
 
     def _step(self, call: Call, progress: Stages | None = None) -> Step:
         called = self._key(call)
-        recent = self._recent_step(called)
+        recent = self._recent_step(called, call)
         if recent is not None:
             return recent
         key, index = self._find(called, call)
@@ -269,13 +276,13 @@ class Programs:
             self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
 
-    def _recent_step(self, called: CallKey) -> Step | None:
-        """The program of a recent call with the key `called`, if Python state is the same."""
+    def _recent_step(self, called: CallKey, call: Call) -> Step | None:
+        """The program of a recent call with the key `called`, if it is right for this one."""
         if self._watch.changed(self.changes.attributes):
             self._recent = []
             self._holding.clear()
         for key, recent in self._recent:  # comparing takes less time than hashing
-            if key == called:
+            if key == called and self._answers(recent.capture, call):
                 return recent
         return None
 
@@ -287,7 +294,7 @@ class Programs:
         for index, captured in enumerate(self._captures.get(key.capture, ())):
             sizes = captured.program.sizes
             admits = sizes is None or sizes.admits(sizes.values(call.tensors))
-            if admits and self._holds(captured):
+            if admits and self._holds(captured) and self._answers(captured, call):
                 return key, index
         if call.names is not None and key.capture in self._fixed:
             fewer = call.without(self._fixed[key.capture])
@@ -304,6 +311,12 @@ class Programs:
             self._holding.add(id(captured))
         return True
 
+    def _answers(self, captured: Capture, call: Call) -> bool:
+        """Whether a call's values answer the questions of the model as they did for a capture."""
+        if not captured.questions:
+            return True
+        return captured.answered_otherwise(call.tensors, self.bindings.buffer) is None
+
     def _without_unread(self, key: CallKey, index: int) -> CallKey:
         """`key` without the stale parameters that capture `index` of it does not read."""
         if not any(key.stale):
@@ -313,14 +326,15 @@ class Programs:
         pairs = zip(self._resident.shards, key.stale, strict=True)
         return key._replace(stale=tuple([stale and s.layout.fqn in read for s, stale in pairs]))
 
-    def _real(self, tensor: Tensor) -> Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         device = self.bindings.group.device
         if tensor.device.type != "meta" and not isinstance(tensor, torch_compat.fake_tensor()):
             return tensor.to(device)
-        empty = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
-        return empty.requires_grad_(tensor.requires_grad)
+        with torch_compat.fake_tensor_mode()():
+            fake = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+            )
+        return fake.requires_grad_(tensor.requires_grad)
 
     def _key(self, call: Call) -> CallKey:
         if self._training[0] != self.changes.version:
@@ -365,10 +379,8 @@ class Programs:
         key = self._key(call)
         captures = self._captures.get(key.capture, [])
         for captured in captures[-1:]:
-            sizes = captured.program.sizes
-            described[_STATE] = captured.guards.broken()
-            if sizes is not None:
-                described[_SIZES] = sizes.broken(sizes.values(call.tensors))
+            described |= self._differences(captured, call)
+        _refuse_more_answers(captures, described.get(_ANSWERS, ""))
         try:
             captured = self._capture(call, progress)
         except CaptureError as error:
@@ -393,6 +405,17 @@ class Programs:
         self.changes.reads |= {each.identity for each in captured.guards.places}
         self._captures[key.capture] = [*captures, captured]
         return key, len(captures)
+
+    def _differences(self, captured: Capture, call: Call) -> dict[str, str]:
+        """Why a capture for the same key is not right for a call."""
+        described = {_STATE: captured.guards.broken()}
+        sizes = captured.program.sizes
+        if sizes is not None and not sizes.admits(sizes.values(call.tensors)):
+            described[_SIZES] = sizes.broken(sizes.values(call.tensors))
+        if other := captured.answered_otherwise(call.tensors, self.bindings.buffer):
+            question, answer = other
+            described[_ANSWERS] = question.statement(answer)
+        return described
 
     def _settled(self, captured: Capture, call: Call, progress: Stages) -> Capture:
         """`captured`, to serve calls before and after what it settles, if one program can."""
@@ -428,6 +451,7 @@ class Programs:
                 names=call.names,
                 entry=call.entry,
                 precisions=bindings.plan.precisions,
+                buffer=bindings.buffer,
             )
 
     @cached_property
@@ -475,7 +499,7 @@ class Programs:
             what
             for what in {**last, **described}
             if last.get(what) != described.get(what)
-            and described.get(what, what not in (_SIZES, _STATE))
+            and described.get(what, what not in (_SIZES, _STATE, _ANSWERS))
         ]
         changes = [_change(what, last.get(what), described.get(what)) for what in changed]
         offer = self.sizes.offer()
@@ -507,11 +531,23 @@ class Programs:
         logger.log(level, "%s", text)
 
 
+def _refuse_more_answers(captures: Sequence[Capture], statement: str) -> None:
+    """Refuse a call if its values answer a question and there are too many programs for others."""
+    asking = sum(1 for captured in captures if captured.questions)
+    if asking >= MOST_ANSWERS and statement:
+        raise CaptureError(
+            f"the model decides by the values of its inputs or buffers, and {asking} programs were "
+            f"captured for as many answers, the most there may be. In this call {statement}. "
+            "Compute what depends on it by tensor operators (a mask, torch.where), or make the "
+            "number a Python argument of forward that takes few values"
+        )
+
+
 def _change(what: str, was: str | None, now: str | None) -> str:
     """The difference between a call and the last one, for the log."""
     if what == _OTHERS:
         return what
-    if what in (_SIZES, _STATE):
+    if what in (_SIZES, _STATE, _ANSWERS):
         return f"{what}: {now}"
     if what != _TRAINED:
         return f"{what}: {was} -> {now}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -109,6 +109,7 @@ class Sizes:
         self._as_if_empty = False
         self._runs: list[int] = []  # the symbols that there were before each run
         self.unread: list[str] = []  # lines that ask for a number which no node reads
+        self.asked: set[Any] = set()  # symbols that a decision was about, whose lines do not count
         self.symbols: tuple[Size, ...] = ()
         self.answers: list[Answer] = []
         self._closed_at = -1
@@ -153,21 +154,37 @@ class Sizes:
         unbacked.forget_promises(self.environment)
 
     @contextmanager
-    def traced(self, *, empty: bool | None) -> Iterator[None]:
-        """Keep in a trace what the sizes need; `empty` answers whether those by values are 0."""
-        note = self.answers_if_empty.setdefault
+    def traced(self, decide: Callable[[Any], Any], *, empty: bool | None) -> Iterator[None]:
+        """Keep in a trace what the sizes need.
+
+        decide: answers a condition on numbers that depend on values; None if it has no answer.
+        empty: answers whether sizes that depend on values are 0.
+        """
         self._as_if_empty = empty is True
-        with ExitStack() as stack:
-            stack.enter_context(unbacked.keep_items())
-            if empty is not None:
-                stack.enter_context(unbacked.answering_if_empty(self.environment, empty, note))
+
+        def answer(condition: Any) -> Any:
+            answer = decide(condition)
+            return self._answer_if_empty(condition, empty) if answer is None else answer
+
+        with unbacked.keep_items(), unbacked.answering(self.environment, answer):
             yield
+
+    def _answer_if_empty(self, condition: Any, empty: bool | None) -> Any:
+        """Answer a question whether a size is 0 by `empty`, and promise the answer."""
+        answer = None if empty is None else unbacked.asks_if_empty(condition)
+        if answer is None or not condition.free_symbols <= self.environment.size_like:
+            return None
+        answer = answer is not empty
+        promised = condition if answer else sympy.Not(condition)
+        unbacked.promise(self.environment, promised)
+        self.answers_if_empty.setdefault(promised, user_line_of(traceback.extract_stack()))
+        return sympy.sympify(answer)
 
     @property
     def not_empty(self) -> dict[str, str]:
         """The conditions under which the trace took its way, with the line that asks for each."""
         return {
-            expression_text(condition, self.names): _without_folder(line)
+            expression_text(condition, self.names): without_folder(line)
             for condition, line in self.answers_if_empty.items()
             if condition.free_symbols <= self.names.keys()
         }
@@ -322,7 +339,7 @@ def expression_text(expression: Any, names: Mapping[Any, Any]) -> str:
     return torch_compat.python_of_sizes(expression.xreplace(dict(names)))
 
 
-def _without_folder(line: str | None) -> str:
+def without_folder(line: str | None) -> str:
     """A line of user code as `user_line` gives it, without the folder of its file."""
     path, colon, rest = (line or "a line of torch's").partition(":")
     return os.path.basename(path) + colon + rest

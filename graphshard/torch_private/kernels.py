@@ -277,7 +277,9 @@ def as_real(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     if operator not in OTHERWISE:
         return results
     given = arguments(operator, args, kwargs)
-    if next(arg for arg in given if isinstance(arg, Tensor)).device.type != DEVICE:
+    operands = (arg for arg in given if isinstance(arg, Tensor))
+    operand = next(operands, None)  # None: as of `torch.div(7, 2)`
+    if operand is None or operand.device.type != DEVICE:
         return results
     single = isinstance(results, Tensor)
     corrected = [results] if single else list(results)

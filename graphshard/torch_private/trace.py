@@ -31,6 +31,11 @@ def is_functional(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, kind)
 
 
+def without_functional(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that `tensor` holds, if it is a FunctionalTensor, or else itself."""
+    return torch._from_functional_tensor(tensor.elem) if is_functional(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def is_real(tensor: Any) -> bool:
     """Whether `tensor` has values: neither fake, nor traced, nor on meta."""
     kinds = (torch.Tensor, torch.nn.Parameter)
@@ -186,9 +191,11 @@ def preserve_node_meta() -> Any:
     return private("torch.fx.traceback", "preserve_node_meta")
 
 
-def without_dispatch_modes() -> Any:
-    """The context in which no dispatch mode sees the operators on tensors."""
-    return torch._C._DisableTorchDispatch()
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """The context in which no dispatch or function mode sees what is done with tensors."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 def traced_graph() -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,15 +121,11 @@ def undecided_error() -> type[Exception]:
     return private(_SHAPES, "GuardOnDataDependentSymNode")
 
 
-def asks_if_empty(error: Any) -> bool | None:
-    """The answer for a size that is not 0, if `error` is about nothing but that; None otherwise."""
-    condition: Any = getattr(error, "cond", None)
-    if not isinstance(error, undecided_error()) or not condition.is_Relational:
+def asks_if_empty(condition: Any) -> bool | None:
+    """The answer for a size that is not 0, if `condition` asks nothing but that; None otherwise."""
+    if not condition.is_Relational or len(condition.free_symbols) != 1:
         return None
-    symbols = condition.free_symbols
-    if len(symbols) != 1:
-        return None
-    (symbol,) = symbols
+    (symbol,) = condition.free_symbols
     if is_float(symbol):
         return None
     of_none, *of_some = (bool(condition.xreplace({symbol: n})) for n in _SIZES_TO_TRY)
@@ -140,30 +136,29 @@ _SIZES_TO_TRY = tuple(map(sympy.Integer, (0, 1, 2, 3, 10**9)))
 
 
 @contextlib.contextmanager
-def answering_if_empty(
-    environment: Any, empty: bool, note: Callable[[Any, str | None], Any]
-) -> Iterator[None]:
-    """Answer questions whether a size is 0 by `empty`, and promise the answer.
+def answering(environment: Any, answer: Callable[[Any], Any]) -> Iterator[None]:
+    """Let `answer` decide where code decides by unbacked symbols.
 
-    note: called with each condition so promised, and the line of user code that asks.
+    answer: takes the condition, or the number asked for; gives torch's, or None for an error.
     """
     evaluate = environment.evaluate_expr
 
-    def assuming(expression: Any, *args: Any, **kwargs: Any) -> Any:
+    def answered(expression: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return evaluate(expression, *args, **kwargs)
         except undecided_error() as error:
-            answer, question = asks_if_empty(error), getattr(error, "cond", sympy.true)
-            if answer is None or not question.free_symbols <= environment.size_like:
+            value = answer(error.cond)  # type: ignore[attr-defined]
+            if value is None:
                 raise
-            answer = answer is not empty
-            condition = question if answer else sympy.Not(question)
-            environment.guard_or_defer_runtime_assert(condition, "a size is 0, or not")
-            note(condition, user_line_of(traceback.extract_stack()))
-            return sympy.true if answer else sympy.false
+            return value
 
-    with patched(environment, "evaluate_expr", assuming, where="ShapeEnv.evaluate_expr"):
+    with patched(environment, "evaluate_expr", answered, where="ShapeEnv.evaluate_expr"):
         yield
+
+
+def promise(environment: Any, condition: Any) -> None:
+    """Take `condition` to be true, as `torch._check` does."""
+    environment.guard_or_defer_runtime_assert(condition, "graphshard decides so")
 
 
 def origin_of(environment: Any, symbol: Any) -> str | None:
@@ -186,11 +181,13 @@ def keep_items() -> Iterator[None]:
         yield
 
 
-def drop_unread_items(graph: fx.Graph, environment: Any) -> list[str]:
+def drop_unread_items(
+    graph: fx.Graph, environment: Any, decided: Collection[Any] = ()
+) -> list[str]:
     """Erase each `.item()` that no node reads and no promise is about, with what is read by it.
 
-    A number folded to a constant is among them. Gives the user's lines that read the others, which
-    may have printed or stored them.
+    A number folded to a constant is among them, and those that code `decided` by. Gives the user's
+    lines that read the others, which may have printed or stored them.
     """
     promised = {s for promise in promises(environment, {}) for s in promise.condition.free_symbols}
     unread = [
@@ -204,9 +201,11 @@ def drop_unread_items(graph: fx.Graph, environment: Any) -> list[str]:
     for node in unread:
         for symbol in raw_symbols(node.meta.get("val")):
             line = origin_of(environment, symbol)
-            if symbol not in environment.replacements and line is not None:
+            known = symbol in environment.replacements or symbol in decided
+            if not known and line is not None:
                 lines.append(line)
         graph.erase_node(node)
     if unread:
-        graph.eliminate_dead_code()
+        with keep_items():
+            graph.eliminate_dead_code()
     return list(dict.fromkeys(lines))

@@ -69,7 +69,7 @@ def without_a_way_for_compilers(m, x):
 
 
 def counts(m, x):
-    for _ in range((x > 0).sum().item()):  # the line at fault
+    for _ in range((m.fc(x) > 0).sum().item()):  # the line at fault
         x = m.fc(x)
     return x
 

@@ -205,10 +205,6 @@ class Sub(Tensor):
         ),
         (lambda m, x: RunsAgain.apply(m.fc(x), m.fc), r"after the forward has ended.*in backward"),
         (lambda m, x: m.fc(x).as_subclass(Sub) * 2, "makes an instance of a class of tensors"),
-        (
-            lambda m, x: torch.distributions.Normal(m.fc(x), x.exp(), validate_args=True),
-            r"checks the values .*validate_args=False",
-        ),
         (lambda m, x: (m.fc(x), m.fc), "returns Linear, which holds the model's weights"),
         (lambda m, x: {"y": m.fc(x), "again": [m.fc.forward]}, r"returns Linear\.forward"),
         (lambda m, x: (lambda y: (y, lambda: y))(m.fc(x)), "returns .*lambda.*values of this call"),

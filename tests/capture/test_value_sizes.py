@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -346,7 +347,10 @@ def test_a_sequence_packed_elsewhere_is_refused():
         capture(Elsewhere(), (torch.randn(5, 4), torch.tensor([3, 2])))
 
 
-def test_a_layer_on_a_sequence_packed_elsewhere_is_refused():
-    packed = pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor([5, 3]))
-    with pytest.raises(CaptureError, match="made outside of this forward"):
-        capture(nn.GRU(4, 3), (packed,))
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_a_layer_takes_sequences_packed_elsewhere(kind):
+    model = Net(lambda m, packed: m.layer(packed)[0].data.square().sum(), layer=kind(4, 3))
+    sharded = graphshard.compile(copy.deepcopy(model), graphshard.SizePolicy(10))
+    for lengths in ([5, 3], [4, 4], [5, 3], [5, 4]):
+        packed = pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor(lengths))
+        same_step(model, sharded, packed)

@@ -1,0 +1,207 @@
+"""Code that decides by the values of tensors.
+
+Three kinds of such questions have an answer. If one answer raises an error, as in an `assert`, the
+program goes the other way and checks it in each call. If the call's inputs and buffers alone give
+the answer, it is computed from them before each call: a program serves the calls with its answers,
+as it serves those with its shapes. And where all ordinary numbers give the same answer, as to "are
+all finite?", the program takes that one and checks it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from graphshard.capture.errors import IS_FALSE, IS_TRUE, question_text
+from graphshard.capture.raising import raising_answer
+from graphshard.capture.recipes import Leaf, Recipe
+from graphshard.errors import user_line_here
+from graphshard.program.sizes import Sizes, expression_text, hint, without_folder
+from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private import unbacked
+
+
+def _repeated(number: float, count: int) -> Tensor:
+    return torch.full((count,), number)
+
+
+_ORDINARY: tuple[Callable[[int], Tensor], ...] = (
+    *(partial(_repeated, number) for number in (0.0, 1.0, 1e4, -1e4)),
+    partial(torch.linspace, -2, 3),
+)
+"""What stands for numbers that the model computes: `count` of them."""
+
+ASSUMES = "assumes that "
+"""Begins the notes of a program on answers for which its example had no values."""
+
+_USUAL = 3
+"""What stands for integers among inputs without values: no padding, and in every vocabulary."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A condition on numbers read off tensors, and the answer that a program was captured with.
+
+    text: the condition.
+    line: the line that asks, without the folder of its file.
+    """
+
+    text: str
+    line: str
+    answer: Any
+    condition: Any = field(repr=False)
+    recipes: Mapping[Any, Recipe] = field(repr=False)  # by the symbol of the number
+
+    def statement(self, answer: Any) -> str:
+        """What an answer to it says, and the line that asks."""
+        said = f"{self.text} is {answer}"
+        if answer is True:
+            said = self.text
+        elif answer is False:
+            is_truth = self.text == IS_TRUE
+            said = IS_FALSE if is_truth else expression_text(sympy.Not(self.condition), {})
+        return f"{said}, at {self.line}"
+
+    def answer_for(
+        self, sizes: Sizes, tensors: Sequence[Tensor], buffer: Callable[[str], Tensor]
+    ) -> Any:
+        """The answer if the call's inputs are `tensors`; None if it cannot be computed.
+
+        buffer: gives a buffer by its FQN.
+        """
+
+        def value_of(leaf: Leaf) -> Tensor:
+            return buffer(leaf.key) if isinstance(leaf.key, str) else tensors[leaf.key]
+
+        return self.answer_of(sizes, tensors, value_of)
+
+    def answer_of(
+        self, sizes: Sizes, tensors: Sequence[Tensor], value_of: Callable[[Leaf], Tensor]
+    ) -> Any:
+        """As `answer_for`, with the tensors that `value_of` gives."""
+        values = sizes.values(tensors)
+        try:
+            numbers = [
+                recipe.item(lambda size: sizes.evaluator([size])(*values)[0], value_of)
+                for recipe in self.recipes.values()
+            ]
+            return sizes.evaluator([self.condition], self.recipes)(*values, *numbers)[0]
+        except Exception:  # too large, or an error of the model's code, which capture reports
+            return None
+
+
+class Questions:
+    """Answers the questions of one trace.
+
+    Args:
+        sizes: of the trace.
+        tensors: the inputs of the example, which may have no values.
+        paths: the user's names of the inputs.
+        buffer: gives a buffer by its FQN, which may have no values.
+        by_values: whether inputs, buffers and ordinary numbers may give answers.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        tensors: Sequence[Tensor],
+        paths: Sequence[str],
+        buffer: Callable[[str], Tensor],
+        *,
+        by_values: bool,
+    ) -> None:
+        self.asked: list[Question] = []
+        self.assumed: list[Question] = []  # those of them that the example has no values for
+        self._sizes = sizes
+        self._tensors = tensors
+        self._paths = paths
+        self._buffer = buffer
+        self.by_values = by_values
+        self._recipes: dict[Any, Recipe] = {}
+
+    def begin_run(self) -> None:
+        """Note that the trace runs the model now."""
+        self._sizes.begin_run()
+        self.asked, self.assumed = [], []
+
+    def note(self, number: Any, recipe: Recipe) -> None:
+        """Note that `recipe` makes the tensor that a symbolic `number` was read off."""
+        for symbol in unbacked.raw_symbols(number):
+            self._recipes[symbol] = recipe
+
+    def close(self) -> list[str]:
+        """End the trace; gives what the program takes to be so, as notes."""
+        self._sizes.close_guards(self._paths)
+        notes = []
+        for question in self.asked:
+            how = ASSUMES if question in self.assumed else "serves calls in which "
+            notes.append(how + question.statement(question.answer))
+        return [*dict.fromkeys(notes)]
+
+    def decide(self, condition: Any) -> Any:
+        """The answer to a question about unbacked symbols; None if there is none."""
+        is_number = not (condition.is_Relational or condition.is_Boolean)
+        wrong = None if is_number else raising_answer(sys._getframe())
+        if wrong is not None:
+            return self._promise(condition, answer=not wrong)
+        symbols = sorted(filter(unbacked.is_unbacked, condition.free_symbols), key=str)
+        if not self.by_values or not self._recipes.keys() >= set(symbols):
+            return None
+        if is_number and any(map(unbacked.is_float, symbols)):
+            return None  # it would hardly ever be the same
+        recipes = {symbol: self._recipes[symbol] for symbol in symbols}
+        asked = "the number" if is_number else question_text(condition, self._sizes.environment)
+        line = without_folder(user_line_here())
+        question = Question(asked, line, None, condition, recipes)
+        leaves = {leaf for recipe in recipes.values() for leaf in recipe.leaves()}
+        if all(leaf.key is not None for leaf in leaves):
+            return self._ask(question, leaves)
+        answers = {self._answer(question, ordinary) for ordinary in _ORDINARY}
+        if is_number or len(answers) > 1 or None in answers:
+            return None
+        return self._promise(condition, answer=answers.pop())
+
+    def _promise(self, condition: Any, *, answer: bool) -> Any:
+        condition = condition if answer else sympy.Not(condition)
+        unbacked.promise(self._sizes.environment, condition)
+        return sympy.sympify(answer)
+
+    def _ask(self, question: Question, leaves: set[Leaf]) -> Any:
+        answer = self._answer(question)
+        if answer is None:
+            return None
+        answered = replace(question, answer=answer)
+        self.asked.append(answered)
+        if not all(torch_trace.is_real(self._given(leaf)) for leaf in leaves):
+            self.assumed.append(answered)
+        self._sizes.asked.update(question.recipes)
+        return sympy.sympify(answer)
+
+    def _answer(self, question: Question, ordinary: Callable[[int], Tensor] = _ORDINARY[0]) -> Any:
+        def value_of(leaf: Leaf) -> Tensor:
+            if leaf.key is not None and torch_trace.is_real(given := self._given(leaf)):
+                return given
+            shape = torch.Size(map(hint, leaf.shape))
+            if leaf.key is None:
+                value = ordinary(shape.numel()).view(shape)
+            else:
+                value = torch.full(shape, _USUAL if self._is_number(leaf) else 1)
+            return value.to(leaf.device, leaf.dtype)
+
+        return question.answer_of(self._sizes, self._tensors, value_of)
+
+    def _given(self, leaf: Leaf) -> Tensor:
+        key = leaf.key
+        return self._buffer(key) if isinstance(key, str) else self._tensors[key]
+
+    def _is_number(self, leaf: Leaf) -> bool:
+        """Whether a leaf without values is an input of integers that is no mask."""
+        is_exact = not (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+        return is_exact and isinstance(leaf.key, int) and "mask" not in self._paths[leaf.key]
