@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 from torch import fx
 
@@ -194,10 +194,13 @@ def _one_life(group: list[fx.Node], wait: fx.Node) -> bool:
     """Whether the gather of `wait` can be waited for, used and freed with those of `group`.
 
     Its uses begin where those of the last one have ended, and all are freed in one phase. What
-    ranks keep anyway is only waited for together.
+    ranks keep anyway is only waited for together. A unit that runs again is gathered again.
     """
     first, last = group[0], group[-1]
     if not _same_ranks(group, wait) or _freed(last) != _freed(wait):
+        return False
+    params = [Collective.of(ops.collective_of(each)).params for each in (*group, wait)]
+    if not set(params.pop()).isdisjoint(chain(*params)):
         return False
     readers = {user for node in unpacks(wait) for user in node.users}
     begin = min(_in_phase_of(wait, readers), default=last)

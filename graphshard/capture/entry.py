@@ -36,7 +36,7 @@ from graphshard.capture.input_checks import as_plain, first_places
 from graphshard.capture.joint import program_of_joint
 from graphshard.capture.packed_sequences import packed_sequences
 from graphshard.capture.questions import Questions
-from graphshard.capture.recipes import Leaf
+from graphshard.capture.recipes import Leaf, Recipes
 from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, take_apart
@@ -212,11 +212,11 @@ def _trace_and_rebuild(
     dynamic = names is not None and any(names)
     largest = max((size for tensor in tensors for size in tensor.shape), default=1)
     sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
+    recipes = Recipes() if values is Values.ANSWERED else None
     questions = None
     if sizes is not None:
-        by_values = values is Values.ANSWERED
-        questions = Questions(sizes, tensors, inputs.paths, buffer, by_values=by_values)
-    mode = constant_folding_fake_mode(sizes, target.type, questions)
+        questions = Questions(sizes, tensors, inputs.paths, buffer, recipes)
+    mode = constant_folding_fake_mode(sizes, target.type, recipes)
 
     fake = partial(_fake, mode, traced_on)
     if sizes is None or names is None or not dynamic:
@@ -229,7 +229,7 @@ def _trace_and_rebuild(
     traced = TracedModel(model, fake, inputs, entry, precisions, plain, replaces_buffers)
     traced.same_inputs = first_places(tensors) if traced.compares_identity else ()
     if questions is not None:
-        traced.on_call = partial(_begin_run, questions, mode)
+        traced.on_call = partial(_begin_run, questions)
     with (
         explain_errors(model, None if sizes is None else sizes.environment),
         restore_random_state() as generators,
@@ -275,13 +275,13 @@ def _fake(
 
 
 def _begin_run(
-    questions: Questions, mode: Any, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
+    questions: Questions, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
 ) -> None:
     questions.begin_run()
-    if questions.by_values:
+    if questions.recipes is not None:
         named: tuple[tuple[Any, Tensor], ...] = (*enumerate(tensors), *buffers.items())
         fakes = ((torch_trace.without_functional(tensor), key) for key, tensor in named)
-        mode.recipes.start_from((fake, Leaf.of(fake, key)) for fake, key in fakes)
+        questions.recipes.start_from((fake, Leaf.of(fake, key)) for fake, key in fakes)
 
 
 def _trace(

@@ -9,7 +9,6 @@ import torch
 
 from graphshard.capture.as_eager import INTERPOLATION_BACKWARDS, interpolation_gradient
 from graphshard.capture.errors import refuse_operator
-from graphshard.capture.questions import Questions
 from graphshard.capture.recipes import Recipes
 from graphshard.capture.side_effects import NoWrites
 from graphshard.program.sizes import Answer, Sizes
@@ -19,7 +18,7 @@ from graphshard.torch_private.kernels import DEVICE, OTHERWISE, as_real
 
 
 def constant_folding_fake_mode(
-    sizes: Sizes | None = None, device: str = DEVICE, questions: Questions | None = None
+    sizes: Sizes | None = None, device: str = DEVICE, recipes: Recipes | None = None
 ) -> Any:
     """A FakeTensorMode that answers `.item()` on values computed from constants alone.
 
@@ -29,8 +28,8 @@ def constant_folding_fake_mode(
     arange or ones: eager takes one branch, always the same. Fake tensors have no values, so the
     mode remembers how each such tensor was made and computes it for real when asked. If symbolic
     sizes are among the constants, it answers for the example's and notes the question in `sizes`.
-    `questions` are told how the tensors were made whose values are asked for otherwise. `device` is
-    the type of the one that the program will run on.
+    `recipes` are told how tensors are made. `device` is the type of the one that the program will
+    run on.
     """
     base = torch_compat.fake_tensor_mode()
     ask = torch.ops.aten._local_scalar_dense.default
@@ -41,7 +40,7 @@ def constant_folding_fake_mode(
         def __init__(self) -> None:
             environment = None if sizes is None else sizes.environment
             super().__init__(allow_non_fake_inputs=True, shape_env=environment)
-            self.recipes = Recipes()
+            self.recipes = recipes or Recipes()
             self.no_writes = NoWrites()
             self.unanswered: Exception | None = None  # the first, which the model may catch
 
@@ -72,9 +71,8 @@ def constant_folding_fake_mode(
             if func in OTHERWISE and device == DEVICE:
                 with self:
                     result = as_real(func, args, kwargs, result)
-            if recipe is not None and questions is not None:
-                questions.note(result, recipe)
             self.recipes.remember(func, args, kwargs, result)
+            self.recipes.note_numbers(func, args, result)
             return result
 
     return ConstantFoldingFakeMode()

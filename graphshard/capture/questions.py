@@ -1,10 +1,10 @@
 """Code that decides by the values of tensors.
 
 Three kinds of such questions have an answer. If one answer raises an error, as in an `assert`, the
-program goes the other way and checks it in each call. If the call's inputs and buffers alone give
-the answer, it is computed from them before each call: a program serves the calls with its answers,
-as it serves those with its shapes. And where all ordinary numbers give the same answer, as to "are
-all finite?", the program takes that one and checks it.
+program goes the other way and checks it in each call. If that does not suffice, another trace lets
+the call's inputs and buffers give answers, where they alone do. These are computed before each
+call: a program serves the calls with its answers, as it serves those with its shapes. And where all
+ordinary numbers give the same answer, as to "are all finite?", the program takes and checks it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphshard.capture.errors import IS_FALSE, IS_TRUE, question_text
 from graphshard.capture.raising import raising_answer
-from graphshard.capture.recipes import Leaf, Recipe
+from graphshard.capture.recipes import Leaf, Recipe, Recipes
 from graphshard.errors import user_line_here
 from graphshard.program.sizes import Sizes, expression_text, hint, without_folder
 from graphshard.torch_private import trace as torch_trace
@@ -97,6 +97,10 @@ class Question:
             return None
 
 
+def _is_number(condition: Any) -> bool:
+    return not (condition.is_Relational or condition.is_Boolean)
+
+
 class Questions:
     """Answers the questions of one trace.
 
@@ -105,7 +109,7 @@ class Questions:
         tensors: the inputs of the example, which may have no values.
         paths: the user's names of the inputs.
         buffer: gives a buffer by its FQN, which may have no values.
-        by_values: whether inputs, buffers and ordinary numbers may give answers.
+        recipes: of the trace; None if inputs, buffers and ordinary numbers may give no answers.
     """
 
     def __init__(
@@ -114,8 +118,7 @@ class Questions:
         tensors: Sequence[Tensor],
         paths: Sequence[str],
         buffer: Callable[[str], Tensor],
-        *,
-        by_values: bool,
+        recipes: Recipes | None,
     ) -> None:
         self.asked: list[Question] = []
         self.assumed: list[Question] = []  # those of them that the example has no values for
@@ -123,18 +126,13 @@ class Questions:
         self._tensors = tensors
         self._paths = paths
         self._buffer = buffer
-        self.by_values = by_values
-        self._recipes: dict[Any, Recipe] = {}
+        self.recipes = recipes
+        sizes.is_known_of_call = lambda condition: self._answered_by_call(condition) is sympy.true
 
     def begin_run(self) -> None:
         """Note that the trace runs the model now."""
         self._sizes.begin_run()
         self.asked, self.assumed = [], []
-
-    def note(self, number: Any, recipe: Recipe) -> None:
-        """Note that `recipe` makes the tensor that a symbolic `number` was read off."""
-        for symbol in unbacked.raw_symbols(number):
-            self._recipes[symbol] = recipe
 
     def close(self) -> list[str]:
         """End the trace; gives what the program takes to be so, as notes."""
@@ -147,33 +145,45 @@ class Questions:
 
     def decide(self, condition: Any) -> Any:
         """The answer to a question about unbacked symbols; None if there is none."""
-        is_number = not (condition.is_Relational or condition.is_Boolean)
-        wrong = None if is_number else raising_answer(sys._getframe())
+        answer = self._answered_by_call(condition)
+        if answer is not None or _is_number(condition):
+            return answer
+        wrong = raising_answer(sys._getframe())
         if wrong is not None:
             return self._promise(condition, answer=not wrong)
-        symbols = sorted(filter(unbacked.is_unbacked, condition.free_symbols), key=str)
-        if not self.by_values or not self._recipes.keys() >= set(symbols):
+        question = self._question(condition)
+        if question is None:
             return None
-        if is_number and any(map(unbacked.is_float, symbols)):
-            return None  # it would hardly ever be the same
-        recipes = {symbol: self._recipes[symbol] for symbol in symbols}
-        asked = "the number" if is_number else question_text(condition, self._sizes.environment)
-        line = without_folder(user_line_here())
-        question = Question(asked, line, None, condition, recipes)
-        leaves = {leaf for recipe in recipes.values() for leaf in recipe.leaves()}
-        if all(leaf.key is not None for leaf in leaves):
-            return self._ask(question, leaves)
         answers = {self._answer(question, ordinary) for ordinary in _ORDINARY}
-        if is_number or len(answers) > 1 or None in answers:
+        if len(answers) > 1 or None in answers:
             return None
         return self._promise(condition, answer=answers.pop())
+
+    def _question(self, condition: Any) -> Question | None:
+        """The question, without an answer, if it is known how its numbers are made."""
+        symbols = sorted(filter(unbacked.is_unbacked, condition.free_symbols), key=str)
+        if self.recipes is None or not self.recipes.numbers.keys() >= set(symbols):
+            return None
+        is_number = _is_number(condition)
+        if is_number and any(map(unbacked.is_float, symbols)):
+            return None  # it would hardly ever be the same
+        recipes = {symbol: self.recipes.numbers[symbol] for symbol in symbols}
+        asked = "the number" if is_number else question_text(condition, self._sizes.environment)
+        return Question(asked, without_folder(user_line_here()), None, condition, recipes)
 
     def _promise(self, condition: Any, *, answer: bool) -> Any:
         condition = condition if answer else sympy.Not(condition)
         unbacked.promise(self._sizes.environment, condition)
         return sympy.sympify(answer)
 
-    def _ask(self, question: Question, leaves: set[Leaf]) -> Any:
+    def _answered_by_call(self, condition: Any) -> Any:
+        """The answer that the call's inputs and buffers give, if they do; then it is a question."""
+        question = self._question(condition)
+        if question is None:
+            return None
+        leaves = {leaf for recipe in question.recipes.values() for leaf in recipe.leaves()}
+        if any(leaf.key is None for leaf in leaves):
+            return None
         answer = self._answer(question)
         if answer is None:
             return None

@@ -8,7 +8,7 @@ buffers, once these are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from graphshard.program.sizes import hint
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.compat import SYMBOLIC
-from graphshard.torch_private.unbacked import depends_on_values
+from graphshard.torch_private.unbacked import ITEM, depends_on_values, raw_expression, raw_symbols
 
 # Larger tensors are not computed for an answer: such code depends on real data.
 _MAX_NUMEL = 1 << 24
@@ -59,17 +59,23 @@ Values = Callable[[Leaf], Tensor]
 """Gives the value of a leaf."""
 
 
+def _size(tensor: Tensor, dim: int) -> Tensor:
+    return torch.tensor(tensor.shape[dim])
+
+
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """An operator and its arguments, recipes among them; it outlives the fake tensors.
 
     index: of the result, if the operator gives several.
+    gives_number: whether what takes the result takes it as a Python number.
     """
 
     func: Any
     args: Any
     kwargs: Any
-    index: int | None
+    index: int | None = None
+    gives_number: bool = False
 
     def item(self, number: Numbers, value_of: Values | None = None) -> Any:
         """The value of a single element, as a Python number."""
@@ -87,7 +93,10 @@ class Recipe:
                 done[value] = value_of(value)
             if isinstance(value, Recipe) and value not in done:
                 done[value] = value._evaluate(number, value_of, done)
-            return done[value] if isinstance(value, (Leaf, Recipe)) else value
+            if not isinstance(value, (Leaf, Recipe)):
+                return value
+            gives_number = isinstance(value, Recipe) and value.gives_number
+            return done[value].item() if gives_number else done[value]
 
         args, kwargs = tree_map(real, (self.args, self.kwargs))
         results = self.func(*args, **kwargs)
@@ -95,6 +104,10 @@ class Recipe:
         if result.numel() > _MAX_NUMEL:
             raise UnknownValueError
         return result
+
+    def size(self, dim: int) -> Recipe:
+        """How the size of a dimension of its result is made, as a tensor of one element."""
+        return Recipe(_size, (self, dim), {}, gives_number=True)
 
     def constant_item(self) -> Any:
         """As `item`, if constants alone make it; None otherwise, or if it is too large."""
@@ -126,9 +139,12 @@ class Recipes:
 
     Once `start_from` was called, those that given leaves make, and tensors of truth values and
     integers that anything makes.
+
+    numbers: how the numbers were made that are read off such tensors, by symbol.
     """
 
     def __init__(self) -> None:
+        self.numbers: dict[Any, Recipe] = {}
         self._made_by = WeakTensorKeyDictionary()
         self._leaves: Any = None
 
@@ -164,9 +180,26 @@ class Recipes:
             elif isinstance(value, (list, tuple)):
                 if not self._are_known(value):
                     return False
-            elif depends_on_values(value):
+            elif depends_on_values(value) and raw_expression(value) not in self.numbers:
                 return False
         return True
+
+    def note_numbers(self, func: Any, args: Any, result: Any) -> None:
+        """Note how the numbers are made that `func`, of these arguments, reads off values."""
+        symbols = raw_symbols(result)
+        if self._leaves is None or self.numbers.keys() >= set(symbols):
+            return
+        read_off = args[0] if func is ITEM else result
+        recipe = self.of(read_off) if isinstance(read_off, Tensor) else None
+        if recipe is None:
+            return
+        if func is ITEM:
+            number = replace(recipe, gives_number=True)
+            self.numbers.update(dict.fromkeys(symbols, number))
+            return
+        for dim, size in enumerate(result.shape):
+            if isinstance(size, SYMBOLIC) and raw_expression(size) in symbols:
+                self.numbers[raw_expression(size)] = recipe.size(dim)
 
     def _forget_written(self, func: Any, args: Any) -> None:
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -182,8 +215,14 @@ class Recipes:
         except UnknownValueError:
             return None
         if isinstance(made, Leaf):
-            made = Recipe(torch.ops.aten.alias.default, (made,), {}, None)
+            made = Recipe(torch.ops.aten.alias.default, (made,), {})
         return made
+
+    def _number(self, size: Any) -> Recipe:
+        number = self.numbers.get(raw_expression(size))
+        if number is None:
+            raise UnknownValueError
+        return number
 
     def _of(self, tensor: Tensor, done: dict[int, Recipe | Leaf]) -> Recipe | Leaf:
         if id(tensor) in done:
@@ -193,7 +232,7 @@ class Recipes:
 
             def inner(value: Any) -> Any:
                 if depends_on_values(value):
-                    raise UnknownValueError
+                    return self._number(value)
                 is_made = isinstance(value, Tensor) and not torch_trace.is_real(value)
                 return self._of(value, done) if is_made else value
 

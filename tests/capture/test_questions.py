@@ -94,12 +94,13 @@ def test_only_a_way_that_surely_raises_counts(function, answer):
         (models.repeats, 3, dict),
         (models.by_results_of_several, 2, dict),
         (models.by_a_literal, 2, dict),
+        (models.rows_one_by_one, 3, dict),
     ],
 )
 def test_each_answer_has_a_program_that_equals_eager(forward, programs, buffers):
     model = Net(forward, fc=linear(), **buffers())
     sharded = graphshard.compile(copy.deepcopy(model), POLICY, check=True)
-    masks = [MASK, MASK * 0, MASK.tril(), MASK * 2, MASK, MASK * 0, MASK.tril()]
+    masks = [MASK, MASK * 0, MASK.tril(), MASK * 2, MASK, MASK * 0, MASK.triu()]
     for mask in masks:
         step(model, sharded, X, mask)
         for name, buffer in model.named_buffers():

@@ -300,6 +300,13 @@ def test_units_inside_a_unit_are_not_gathered_with_it() -> None:
     )
 
 
+def test_a_unit_that_runs_again_is_not_gathered_with_itself() -> None:
+    program, _ = finer(toys.back_and_forth, MergeGathers(1 << 20))
+    assert events(program, FORWARD, "gather", "free") == (
+        "gather embed+a+b, gather a, free a, free embed+a+b"
+    )
+
+
 def test_units_are_merged_only_where_latency_costs_time() -> None:
     step = MergeGathers()
     policy = Policy(memory_budget=10**6)

@@ -1,0 +1,140 @@
+"""Ranks whose values answer a model's questions otherwise train as one process does."""
+
+from __future__ import annotations
+
+import parity
+import pytest
+import question_models as models
+import torch
+from capture_models import Net
+from models import LAYERS, VOCAB, Case, of_transformers
+from ranks import on_ranks
+from torch import nn
+
+import graphshard
+from graphshard.errors import FingerprintError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.fc(x).tanh()
+
+
+def drawn():
+    """Half of the masks hide something."""
+    mask = torch.randint(1, 3, (6, 4))
+    if torch.rand(()) < 0.5:
+        mask[1:] *= torch.randint(2, (5, 1))
+    return {"x": torch.randn(6, 4), "mask": mask}
+
+
+def case_of(forward, **buffers):
+    def build():
+        head = nn.Linear(4, 4)
+        fc = nn.Sequential(Block(), Block(), head)
+        return Net(lambda m, **kw: forward(m, **kw).square().sum(), fc=fc, **buffers)
+
+    return Case(forward.__name__, build, ("Block",), drawn)
+
+
+def train(rank, case, *, fully_shard=True, **fields):
+    sharded = graphshard.compile(case.model(), graphshard.BlockPolicy(case.blocks, **fields))
+    parity.check(parity.by_ranks(sharded, case), case, fully_shard=fully_shard)
+    return sharded
+
+
+def inputs_answer(rank):
+    assert len(train(rank, case_of(models.hides)).programs) == 2
+
+
+def numbers_of_rounds_differ(rank):
+    def rounds(m, x, mask):
+        y = m.fc(x)
+        for _ in range(int(mask.sum(1).max()) - 4):
+            y = y.tanh()
+        return y
+
+    assert len(train(rank, case_of(rounds)).programs) > 1
+
+
+def buffers_answer(rank):
+    """Each rank keeps statistics of its own; of those, parity compares rank 0's."""
+    case = case_of(models.starts, **models.starting())
+    assert len(train(rank, case, strategy="SHARD_GRAD_OP").programs) == 2
+
+
+def branches_that_raise(rank):
+    assert len(train(rank, case_of(models.asserts), recompute="units").programs) == 1
+
+
+def other_units_on_each_rank(rank):
+    """Their gathers differ, which all ranks say before one waits for another."""
+
+    def forward(m, x, mask):
+        return (m.one(x) if mask.any() else m.other(x)).sum()
+
+    model = Net(forward, one=Block(), other=Block())
+    sharded = graphshard.compile(model, graphshard.BlockPolicy({Block}, merge_below=0))
+    x, mask = torch.randn(6, 4), torch.ones(6, 4)
+    for share in (1, 0):
+        sharded(x, mask * share).backward()
+    with pytest.raises(FingerprintError):
+        sharded(x, mask * rank)
+
+
+ON_TWO = [
+    inputs_answer,
+    buffers_answer,
+    branches_that_raise,
+    numbers_of_rounds_differ,
+    other_units_on_each_rank,
+]
+
+test_on_two_ranks = on_ranks(ON_TWO, 2)
+
+
+# -- transformers ---------------------------------------------------------------------------------
+
+SMALL = LAYERS | {"intermediate_size": 32}
+
+
+def _longformer():
+    return of_transformers(
+        "Longformer", "ForSequenceClassification", **SMALL, attention_window=[4, 4], num_labels=3
+    )
+
+
+def _documents():
+    """In every other step all ranks attend to the first token: its parameters have a gather."""
+    ids = torch.randint(5, VOCAB, (2, 9))
+    attends = torch.zeros_like(ids)
+    attends[:, 0] = torch.initial_seed() // 2 % 2
+    labels = torch.randint(3, (2,))
+    return {"input_ids": ids, "global_attention_mask": attends, "labels": labels}
+
+
+def _xlm():
+    return of_transformers("XLM", "ForSequenceClassification", emb_dim=16, n_layers=2, n_heads=2)
+
+
+def _lengths():
+    ids = torch.randint(5, VOCAB, (2, 9))
+    lengths = torch.randint(3, 10, (2,))
+    return {"input_ids": ids, "lengths": lengths, "labels": torch.randint(2, (2,))}
+
+
+def longformer_with_global_attention_at_times(rank):
+    train(rank, Case("longformer", _longformer, ("LongformerLayer",), _documents))
+
+
+def xlm_of_lengths(rank):
+    train(rank, Case("xlm", _xlm, ("MultiHeadAttention", "TransformerFFN"), _lengths))
+
+
+test_transformers = pytest.mark.slow(
+    on_ranks([longformer_with_global_attention_at_times, xlm_of_lengths], 2, timeout=595)
+)
