@@ -58,6 +58,7 @@ class Question:
     answer: Any
     condition: Any = field(repr=False)
     recipes: Mapping[Any, Recipe] = field(repr=False)  # by the symbol of the number
+    evaluate: Callable[..., tuple[Any, ...]] = field(repr=False)  # of sizes and these numbers
 
     def statement(self, answer: Any) -> str:
         """What an answer to it says, and the line that asks."""
@@ -87,12 +88,10 @@ class Question:
     ) -> Any:
         """As `answer_for`, with the tensors that `value_of` gives."""
         values = sizes.values(tensors)
+        number = sizes.numbers(values)
         try:
-            numbers = [
-                recipe.item(lambda size: sizes.evaluator([size])(*values)[0], value_of)
-                for recipe in self.recipes.values()
-            ]
-            return sizes.evaluator([self.condition], self.recipes)(*values, *numbers)[0]
+            numbers = [recipe.item(number, value_of) for recipe in self.recipes.values()]
+            return self.evaluate(*values, *numbers)[0]
         except Exception:  # too large, or an error of the model's code, which capture reports
             return None
 
@@ -169,7 +168,9 @@ class Questions:
             return None  # it would hardly ever be the same
         recipes = {symbol: self.recipes.numbers[symbol] for symbol in symbols}
         asked = "the number" if is_number else question_text(condition, self._sizes.environment)
-        return Question(asked, without_folder(user_line_here()), None, condition, recipes)
+        line = without_folder(user_line_here())
+        evaluate = self._sizes.evaluator([condition], recipes)
+        return Question(asked, line, None, condition, recipes, evaluate)
 
     def _promise(self, condition: Any, *, answer: bool) -> Any:
         condition = condition if answer else sympy.Not(condition)

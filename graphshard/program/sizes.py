@@ -117,6 +117,7 @@ class Sizes:
         self._closed_at = -1
         self._fulfils: Callable[..., tuple[Any, ...]] | None = None
         self._admitted: dict[tuple[int, ...], bool] = {}
+        self._evaluators: dict[Any, Callable[..., tuple[Any, ...]]] = {}  # by a size's expression
 
     def new(self, name: str, hint: int, **place: Any) -> torch.SymInt:
         """Create a symbol for a size of at least 2; `place` holds further fields of `Size`."""
@@ -296,10 +297,21 @@ class Sizes:
 
     def _differs(self, answer: Answer, values: tuple[int, ...]) -> bool:
         try:
-            now = answer.evaluate(lambda size: self.evaluator([size])(*values)[0])
+            now = answer.evaluate(self.numbers(values))
         except Exception:  # too large, or an error of the model's code, which capture reports
             return True
         return bool(now != answer.value or type(now) is not type(answer.value))
+
+    def numbers(self, values: tuple[int, ...]) -> Callable[[Any], Any]:
+        """Gives the value of each symbolic size in a call of the sizes `values`."""
+
+        def number(size: Any) -> Any:
+            expression = torch_compat.number_or_expression(size)
+            if expression not in self._evaluators:
+                self._evaluators[expression] = self.evaluator([expression])
+            return self._evaluators[expression](*values)[0]
+
+        return number
 
     def evaluator(
         self, expressions: Sequence[Any], more: Iterable[Any] = ()
