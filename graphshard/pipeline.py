@@ -15,7 +15,6 @@ from graphshard.capture.questions import ASSUMES
 from graphshard.errors import GraphshardError, PassError
 from graphshard.hardware.hardware import Hardware
 from graphshard.passes.accumulate import Accumulate
-from graphshard.passes.all_reduce_small import AllReduceSmall
 from graphshard.passes.check_finite import CheckFinite
 from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.form_regions import FormRegions
@@ -160,7 +159,6 @@ def default_passes(
         ZeroMissingGrads(),
         ReduceGrads(),
         ReduceReplicas(),
-        *((AllReduceSmall(policy.all_reduce_below),) if policy.all_reduce_below else ()),
         Precision(),
         Accumulate(),
         *((OffloadParams(),) if policy.offloads("params") else ()),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import sympy
@@ -27,16 +26,8 @@ from graphshard.program.sizes import Sizes, expression_text, hint, without_folde
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private import unbacked
 
-
-def _repeated(number: float, count: int) -> Tensor:
-    return torch.full((count,), number)
-
-
-_ORDINARY: tuple[Callable[[int], Tensor], ...] = (
-    *(partial(_repeated, number) for number in (0.0, 1.0, 1e4, -1e4)),
-    partial(torch.linspace, -2, 3),
-)
-"""What stands for numbers that the model computes: `count` of them."""
+_ORDINARY = (0.0, 1.0, 1e4, -1e4, None)
+"""What stands for the numbers that a model computes: all are this one, or they go from -2 to 3."""
 
 ASSUMES = "assumes that "
 """Begins the notes of a program on answers for which its example had no values."""
@@ -195,16 +186,18 @@ class Questions:
         self._sizes.asked.update(question.recipes)
         return sympy.sympify(answer)
 
-    def _answer(self, question: Question, ordinary: Callable[[int], Tensor] = _ORDINARY[0]) -> Any:
+    def _answer(self, question: Question, ordinary: float | None = None) -> Any:
         def value_of(leaf: Leaf) -> Tensor:
             if leaf.key is not None and torch_trace.is_real(given := self._given(leaf)):
                 return given
             shape = torch.Size(map(hint, leaf.shape))
-            if leaf.key is None:
-                value = ordinary(shape.numel()).view(shape)
-            else:
-                value = torch.full(shape, _USUAL if self._is_number(leaf) else 1)
-            return value.to(leaf.device, leaf.dtype)
+            number = ordinary
+            if leaf.key is not None:
+                number = _USUAL if self._is_number(leaf) else 1
+            if number is None:
+                numbers = torch.linspace(-2, 3, shape.numel(), device=leaf.device)
+                return numbers.view(shape).to(leaf.dtype)
+            return torch.full(shape, number, dtype=leaf.dtype, device=leaf.device)
 
         return question.answer_of(self._sizes, self._tensors, value_of)
 

@@ -60,7 +60,7 @@ Values = Callable[[Leaf], Tensor]
 
 
 def _size(tensor: Tensor, dim: int) -> Tensor:
-    return torch.tensor(tensor.shape[dim])
+    return torch.tensor(tensor.shape[dim], device="cpu")
 
 
 @dataclass(frozen=True, eq=False)

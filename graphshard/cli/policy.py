@@ -122,13 +122,6 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
     fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
     fields.add_argument(
-        "--all-reduce-below",
-        type=parse_bytes,
-        metavar="BYTES",
-        default=unset,
-        help="average units with fewer bytes of gradients by one all_reduce, e.g. 64KiB",
-    )
-    fields.add_argument(
         "--merge-below",
         type=parse_bytes,
         metavar="BYTES",
@@ -215,7 +208,6 @@ _POLICY_FIELDS = (
     "strategy",
     "backward_prefetch",
     "forward_prefetch",
-    "all_reduce_below",
     "merge_below",
     "reshard_after_forward",
     "reshard_root",

@@ -21,7 +21,6 @@ from graphshard.tune.tuning import Tuning
 
 _FIELDS = (
     "mixed_precision",
-    "all_reduce_below",
     "merge_below",
     "ignored",
     "cuda_graph",

@@ -146,7 +146,7 @@ _ANSWERS: Mapping[tuple[str, ...], Answer] = {
     ),
     ("gradient_as_bucket_view", "bucket_bytes_cap", "broadcast_bucket_size"): (
         f"{_BY_ITSELF}: gradients of a unit are reduced where they lie; the policy chooses the "
-        "units, and all_reduce_below="
+        "units, and merge_below="
     ),
     ("process_group",): "is chosen by mesh= of graphshard.compile",
     ("mixed_precision",): _POLICY + ": mixed_precision=, in sharded.plan.policy",

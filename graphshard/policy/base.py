@@ -45,10 +45,6 @@ _CHECKS: dict[str, Check] = {
         lambda value: isinstance(value, MixedPrecision | None),
         "a graphshard.MixedPrecision or None",
     ),
-    "all_reduce_below": (
-        lambda value: is_int(value) and value >= 0,
-        "a number of bytes, 0 or more",
-    ),
     "merge_below": (
         lambda value: value is None or (is_int(value) and value >= 0),
         "a number of bytes, 0 or more, or None",
@@ -107,10 +103,6 @@ class Policy:
             so that compute hides it as in FSDP; but 0 where nothing could run beside it: over Gloo
             and on a single rank.
         reshard_root: free the root unit after forward and gather it again for backward.
-        all_reduce_below: units whose gradients take fewer bytes in all (in the dtype they are
-            reduced in) are averaged by one all_reduce, of which each rank keeps its shard, in
-            place of a reduce_scatter: twice the bytes in fewer steps, since a small message on
-            many ranks takes latency. 0: none.
         merge_below: units that run one after the other are gathered together, and their gradients
             reduced together, while each rank stores at most so many bytes of them: a collective of
             few bytes takes the latency of its hops. They are also freed together, so each gather
@@ -173,7 +165,6 @@ class Policy:
     backward_prefetch: str | None = "pre"
     forward_prefetch: int | None = None
     reshard_root: bool = False
-    all_reduce_below: int = 0
     merge_below: int | None = None
     mixed_precision: MixedPrecision | None = None
     offload: Collection[str] | str | None = None
@@ -207,7 +198,6 @@ class Policy:
         choice = RecomputeChoice.of(self.recompute)
         object.__setattr__(self, "recompute", as_field(self.recompute))
         self._check_reshard()
-        self._check_all_reduce()
         if choice.budget and self.memory_budget is None:
             raise PolicyError('recompute="budget" needs memory_budget, the bytes to fit in')
         if choice.budget and self.offloads("activations"):
@@ -216,14 +206,6 @@ class Policy:
                 'offload="activations" leaves little; give one, or recompute="selective" with it'
             )
         self._check_schedule()
-
-    def _check_all_reduce(self) -> None:
-        strategy = Strategy(self.strategy)
-        if self.all_reduce_below and strategy is Strategy.NO_SHARD:
-            raise PolicyError(
-                f"strategy {strategy.value} averages every gradient by all_reduce, so "
-                f"all_reduce_below={self.all_reduce_below:_} would have no effect; leave it out"
-            )
 
     def _check_reshard(self) -> None:
         reshard, strategy = self.reshard_after_forward, Strategy(self.strategy)

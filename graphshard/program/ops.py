@@ -240,27 +240,6 @@ def all_reduce(
     _only_in_graphs("all_reduce")
 
 
-@_op(
-    Kind.COLLECTIVE,
-    takes=Value.FULL,
-    gives=Value.SHARD,
-    moves="all_reduce",
-    groups=frozenset({SHARD}),
-)
-def all_reduce_shard(
-    grads: Sequence[Tensor],
-    *,
-    unit: str,
-    params: tuple[str, ...],
-    group: str = SHARD,
-) -> Any:
-    """Start averaging full gradients, each `(d0, ...)`, by one all_reduce of a copy of them all.
-
-    Returns a pending value; its `wait` returns this rank's shards, as that of `reduce_scatter`.
-    """
-    _only_in_graphs("all_reduce_shard")
-
-
 @_op(Kind.WAIT, drawn_as="diamond")
 def wait(pending: Any) -> list[Tensor]:
     """Finish a pending collective; returns its results, one for each operand."""

@@ -178,39 +178,6 @@ class ReduceScatterByReduce(ReduceScatter):
         return received if after == 1 else received.div_(after)
 
 
-class ReduceScatterByAllReduce(ReduceScatter):
-    """Averages a copy of all gradients by one all_reduce; each rank then copies its shards out.
-
-    This moves twice the bytes of a reduce_scatter, in fewer steps on many ranks (NCCL sums along a
-    tree).
-    """
-
-    op = "all_reduce_shard"
-    pack_below = 1 << 62  # all gradients of a dtype travel in one message
-
-    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
-        super().__init__(group, unit, phase, operands)
-        self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
-
-    def prepare(self, sent: Tensor) -> Tensor:
-        """A copy of `sent`, since all_reduce works in place, divided as the sum needs it."""
-        before = self.averaging[sent.dtype].divide_before
-        return sent.clone() if before == 1 else sent / before
-
-    def move(self, pending: Pending, sent: list[Tensor]) -> None:
-        """Start one all_reduce for the message of each dtype."""
-        pending.buffers += sent
-        for flat in sent:
-            launch = self.group.process_group.allreduce
-            self.start(pending, launch, [flat], self.averaging[flat.dtype].options)
-
-    def average(self, sent: Tensor, received: Tensor) -> Tensor:
-        """A copy of this rank's shards, so that the memory of all gradients is given back."""
-        after = self.averaging[received.dtype].divide_after
-        shards = received.view(self.group.size, -1)[self.group.rank].clone()
-        return shards if after == 1 else shards.div_(after)
-
-
 class AllReduce(BoundCollective):
     """Averages gradients of replicated parameters, or shards that another reduce returned.
 
@@ -363,7 +330,6 @@ class LocalReduce(BoundCollective):
 REDUCES: dict[Any, type[BoundCollective]] = {
     ops.reduce_scatter: ReduceScatterByReduce,
     ops.all_reduce: AllReduce,
-    ops.all_reduce_shard: ReduceScatterByAllReduce,
 }
 """The class that runs each reduce over more than one rank; Gloo has others for a reduce_scatter."""
 

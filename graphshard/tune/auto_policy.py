@@ -42,7 +42,6 @@ class AutoPolicy(PolicyRequest):
         units: a policy that chooses the units and sets nothing else, to fix them.
         strategy, reshard_after_forward, reshard_root, backward_prefetch, forward_prefetch,
             recompute, offload, schedule: as in a policy, to fix them; "auto" searches each.
-        all_reduce_below: as in a policy; under NO_SHARD, which reduces all units so, it is 0.
         merge_below, ignored, cuda_graph, check_finite, sync_module_states, notes: as in a policy.
         seconds: the time that the search may take; then it ends with the best so far, and says what
             it did not try. Such a search depends on the machine it runs on, so `compile` takes what

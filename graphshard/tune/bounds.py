@@ -234,8 +234,7 @@ def _network_seconds(
     group_of = {"all_gather": ops.SHARD, "reduce_scatter": ops.SHARD, "all_reduce": group}
     small = plan.policy.bytes_merged(plan.process_group_backend)
     for op, size in messages:
-        apart = op == "all_gather" or not plan.policy.all_reduce_below
-        if plain and apart and size > small * plan.world_size:
+        if plain and size > small * plan.world_size:
             seconds[op] += _seconds(op, size, group_of[op], plan, hardware)
         else:
             joined[op] += size

@@ -77,7 +77,6 @@ class PolicyRequest(PolicySearch):
     recompute: Collection[type | str] | type | str | None = AUTO
     offload: Collection[str] | str | None = AUTO
     schedule: str = AUTO
-    all_reduce_below: int = 0
     merge_below: int | None = None
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     cuda_graph: bool = False

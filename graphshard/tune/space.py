@@ -110,8 +110,6 @@ class Space:
         else:
             values["hardware"] = self.hardware
         values = self._fixed | values
-        if sharding.strategy is Strategy.NO_SHARD:
-            values["all_reduce_below"] = 0
         if not sharding.kept_blocks:
             return replace(self.unit_choices[group.units], **values)
         last = self.blocks.fqns[-sharding.kept_blocks :]

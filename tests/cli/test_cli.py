@@ -130,7 +130,7 @@ def test_plan_is_the_librarys_plan(
 def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["factories:bare", "--policy", "block:Layer", "--mesh", "4"]
     fields = ["--strategy", "SHARD_GRAD_OP", "--backward-prefetch", "none"]
-    fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB", "--all-reduce-below", "64KiB"]
+    fields += ["--forward-prefetch", "2", "--memory-budget", "2GiB"]
     fields += ["--merge-below", "32KiB"]
     fields += ["--recompute", "units", "--sync-module-states", "--cuda-graph"]
     fields += ["--param-dtype", "bf16", "--reduce-dtype", "fp32", "--ignored", r".*\.bias"]
@@ -141,7 +141,6 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
         strategy="SHARD_GRAD_OP",
         backward_prefetch=None,
         forward_prefetch=2,
-        all_reduce_below=65536,
         merge_below=32768,
         memory_budget=2**31,
         recompute="units",

@@ -102,8 +102,6 @@ def _draw_order(rng: Random, fields: dict[str, Any], strategy: str) -> None:
             fields["forward_prefetch"] = rng.choice([1, 2, 3])
     if rng.random() < 0.4 and not keeps and fields.get("reshard_after_forward") is not False:
         fields["reshard_root"] = True
-    if rng.random() < 0.2 and strategy != "NO_SHARD":
-        fields["all_reduce_below"] = rng.choice([100, 1000, 1 << 20])
     if rng.random() < 0.5:
         fields["merge_below"] = rng.choice([0, 0, 100, 1000])
 

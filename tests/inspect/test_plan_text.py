@@ -66,7 +66,6 @@ CHANGED = {
     "strategy": "SHARD_GRAD_OP",
     "backward_prefetch": None,
     "forward_prefetch": 2,
-    "all_reduce_below": 65_536,
     "merge_below": 65_536,
     "reshard_root": True,
     "reshard_after_forward": False,

@@ -276,12 +276,6 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(backward_prefetch="before"), "backward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=-1), "forward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=True), "forward_prefetch"),
-        (lambda: SizePolicy(all_reduce_below=-1), "all_reduce_below"),
-        (lambda: SizePolicy(all_reduce_below=True), "all_reduce_below"),
-        (
-            lambda: SizePolicy(all_reduce_below=1, strategy="NO_SHARD"),
-            "averages every gradient by all_reduce",
-        ),
         (lambda: SizePolicy(memory_budget=0), "memory_budget"),
         (lambda: SizePolicy(memory_budget="1 GiB"), "memory_budget"),
         (lambda: SizePolicy(reshard_root="no"), "reshard_root"),

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import combinations, product
-from math import prod
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,6 @@ HALF = MixedPrecision(torch.bfloat16, torch.float32)
 KEPT_HALF = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
 REDUCED_HALF = MixedPrecision(reduce_dtype=torch.bfloat16)
 OFFLOAD = ("params", "activations")
-ANY = 1 << 40  # bytes
 
 PASSES = (
     *(SetBudget(), SplitGathers(again=True, apart=0.0, alone=0), SplitReduces(apart=0.0)),
@@ -98,7 +96,6 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "kept": {"": {}, "gradients": {"micro": "gradient"}, "shards": {"micro": "shard"}},
     "small": {
         "": {},
-        "all reduced": {"all_reduce_below": ANY},
         "checked": {"check_finite": "error"},
         "apart": {"merge_below": 0},
         "in pairs": {"merge_below": 6_000},
@@ -112,7 +109,6 @@ REFUSED = (
     *(("shards", name) for name in AXES["sharding"] if name != "replicas"),
     # Whole parameters lie on the device, and forward computes in their own dtype.
     *(("zero1", name) for name in ("params", "both", "half", "kept half")),
-    ("whole", "all reduced"),  # as all are
     ("moved", "checked"),  # passes of one's own come behind those that insert the checks
     *(("budget", name) for name in ("activations", "both")),
     ("budget", "zero1"),  # whose parameters alone take more
@@ -474,21 +470,6 @@ def masks_are_drawn_again(rank: int) -> None:
     assert "set_random_state" in events
 
 
-def reduced_whole_and_kept_in_parts(rank: int) -> None:
-    """Of gradients that are averaged whole, each rank keeps no more than its shards."""
-    sharded = compiled(all_reduce_below=ANY)
-    backward(sharded, 0, rank)
-    assert any(event.op == "all_reduce_shard" for event in sharded.program.schedule())
-    kept, storages = 0, {}
-    for layout in (each for unit in sharded.plan.units for each in unit.layouts if each.sharded):
-        grad = sharded.get_parameter(layout.fqn).grad
-        if grad is not None:
-            kept += prod(layout.shard_shape) * layout.dtype.itemsize
-            storage = grad.to_local().untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    assert sum(storages.values()) <= kept
-
-
 # -- numbers of ranks that divide no dim ----------------------------------------------------------
 
 
@@ -549,7 +530,6 @@ OTHERS = [
     state_goes_on_under_another_policy,
     ignored_on_replicas,
     masks_are_drawn_again,
-    reduced_whole_and_kept_in_parts,
 ]
 ZERO1 = {"strategy": "SHARD_OPTIMIZER"}
 REPLICAS = {"strategy": "HYBRID_SHARD", "mesh": (2, 2)}
@@ -559,12 +539,11 @@ ON_FOUR = [
     Trains("zero1", **ZERO1, micro="gradient", recompute="selective"),
     Trains("half", mixed_precision=HALF, reshard_after_forward=2, offload=OFFLOAD, exact=False),
     Trains("whole", strategy="NO_SHARD", exact=False),
-    Trains("all reduced", all_reduce_below=ANY, exact=False),
     Trains("replicas", **REPLICAS, exact=False, micro="shard", offload=OFFLOAD,
            check_finite="warn"),
     Trains("replicas moved", **REPLICAS, exact=False, micro="gradient", passes=PASSES),
     Trains("replicas by cost", **REPLICAS, exact=False, schedule="overlap", hardware="h100-sxm",
-           all_reduce_below=ANY, recompute="units"),
+           recompute="units"),
     Trains("kept replicas", mesh=(2, 2), strategy="HYBRID_SHARD_ZERO2", exact=False,
            mixed_precision=KEPT_HALF, micro="shard"),
     Trains("one replica in parts", mesh=(1, 4), strategy="HYBRID_SHARD", reshard_after_forward=2,

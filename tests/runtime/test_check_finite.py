@@ -102,7 +102,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap": {"schedule": "overlap"},
     "whole": {"strategy": "NO_SHARD"},
     "zero1": {"strategy": "SHARD_OPTIMIZER"},
-    "zero2": {"strategy": "SHARD_GRAD_OP", "all_reduce_below": 1 << 20},
+    "zero2": {"strategy": "SHARD_GRAD_OP"},
     "parts": {"reshard_after_forward": 1, "reshard_root": True},
 }
 
@@ -230,7 +230,6 @@ GRADIENT_OPTIONS: list[dict[str, Any]] = [
     {},
     {"strategy": "NO_SHARD"},
     {"strategy": "SHARD_GRAD_OP"},
-    {"all_reduce_below": 1 << 20},
     {"schedule": "overlap"},
     {"mixed_precision": MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)},
     {"check_finite": "warn"},

@@ -449,7 +449,7 @@ LEFT = {
 }
 LEFT_BY_FOUR = {
     "HYBRID_SHARD": of_strategy("HYBRID_SHARD"),
-    "HYBRID_SHARD_ZERO2": of_strategy("HYBRID_SHARD_ZERO2", all_reduce_below=1 << 20),
+    "HYBRID_SHARD_ZERO2": of_strategy("HYBRID_SHARD_ZERO2"),
     "groups of 2": of_strategy("FULL_SHARD", reshard_after_forward=2),
 }
 

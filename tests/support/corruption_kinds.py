@@ -24,7 +24,6 @@ from graphshard.program.ops import (
     add_accumulated,
     all_gather,
     all_reduce,
-    all_reduce_shard,
     arrive,
     free,
     reduce_scatter,
@@ -131,7 +130,7 @@ RESULTS = (
     ("input_grads", "a gradient of an input", "gradients of inputs", *["same values"] * 3),
 )
 
-_REDUCES = "reduce_scatter all_reduce all_reduce_shard"
+_REDUCES = "reduce_scatter all_reduce"
 _COLLECTIVES = f"all_gather {_REDUCES}"
 _COPIES = "to_device to_host arrive"
 _KEPT = "accumulate_grad add_accumulated"
@@ -370,7 +369,6 @@ KINDS: tuple[Kind, ...] = (
         calls(reduce_scatter),
         ("a reduce_scatter as an all_reduce", do.other_op(all_reduce), "groups, reduces"),
         ("a reduce_scatter as a gather", do.other_op(all_gather), "gathers, operands"),
-        ("a reduce_scatter as an all_reduce_shard", do.other_op(all_reduce_shard), "harmless"),
     ),
     Kind(
         "an all_reduce as a reduce_scatter",

@@ -133,7 +133,6 @@ SETTINGS: dict[str, Setting] = {
     "low": Setting({"mixed_precision": LOW, "strategy": "HYBRID_SHARD"}, mesh=(2, 2)),
     "recompute": Setting({"recompute": "units"}),
     "offload": Setting({"offload": ("params", "activations")}),
-    "small": Setting({"all_reduce_below": 1 << 20}),
     "prefetch": Setting({"forward_prefetch": 1, "backward_prefetch": "post", "reshard_root": True}),
     "split": Setting({}, last=SPLIT),
     "overlap": Setting({"schedule": "overlap", "hardware": "h100-sxm"}, mesh=(8,)),

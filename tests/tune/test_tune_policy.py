@@ -88,14 +88,10 @@ def test_what_is_fixed_stays():
     assert {t.policy.reshard_after_forward for t in kept.tried} == {False}
 
 
-def test_a_fixed_bound_of_small_units_stays_but_where_all_are_reduced_so():
+def test_a_fixed_bound_of_small_units_stays():
     shared = {"strategy": "auto", "recompute": None, "offload": None, "schedule": "fsdp"}
-    tuning = tune(all_reduce_below=1 << 20, merge_below=4096, forward_prefetch=0, **shared)
+    tuning = tune(merge_below=4096, forward_prefetch=0, **shared)
     assert {t.policy.merge_below for t in tuning.tried} == {4096}
-    bounds = {(t.policy.strategy, t.policy.all_reduce_below) for t in tuning.tried}
-    assert ("NO_SHARD", 0) in bounds
-    assert ("FULL_SHARD", 1 << 20) in bounds
-    assert all((name == "NO_SHARD") == (bound == 0) for name, bound in bounds)
 
 
 @pytest.mark.slow
@@ -153,11 +149,11 @@ def test_the_command(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert shown.startswith("graphshard.")
     assert "of 1.00 GiB" in shown
-    more = ["--forward-prefetch", "1", "--param-dtype", "bf16", "--all-reduce-below", "1MiB"]
+    more = ["--forward-prefetch", "1", "--param-dtype", "bf16", "--merge-below", "1MiB"]
     assert main([*arguments, *more, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["policy"]["forward_prefetch"] == 1
-    assert data["policy"]["all_reduce_below"] == 1 << 20
+    assert data["policy"]["merge_below"] == 1 << 20
     assert "bfloat16" in data["code"]
     assert main([*arguments, "--memory-budget", "1KiB"]) == 2
     assert "nothing fits in 1.00 KiB" in capsys.readouterr().err
