@@ -7,7 +7,7 @@ buffers, once these are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,15 @@ from graphshard.torch_private.unbacked import ITEM, depends_on_values, raw_expre
 _MAX_NUMEL = 1 << 24
 
 
-_LITERAL = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
-"""Operators that give a tensor which the code states, as 0 in `x[mask] = 0`."""
+_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
+
+
+def _is_literal(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the code states the result, as 0 in `x[mask] = 0`; an array's memory is not its own.
+
+    Other real tensors may hold something else in the next call.
+    """
+    return func in _LIFTS and torch_trace.is_real(args[0]) and args[0].untyped_storage().resizable()
 
 
 class UnknownValueError(Exception):
@@ -166,9 +173,11 @@ class Recipes:
         for index, one in enumerate(result if several else (result,)):
             if not isinstance(one, Tensor) or hint(one.numel()) > _MAX_NUMEL:
                 continue
+            if any(one is each for each in tree_leaves((args, kwargs))):
+                continue  # `aten.to` may give its operand
             exact = self._leaves is not None and not (one.is_floating_point() or one.is_complex())
             operands = (*args, *kwargs.values())
-            if exact or func in _LITERAL or self._are_known(operands):
+            if exact or _is_literal(func, args) or self._are_known(operands):
                 self._made_by[one] = func, args, dict(kwargs), index if several else None
 
     def _are_known(self, values: Iterable[Any]) -> bool:
@@ -233,14 +242,18 @@ class Recipes:
             def inner(value: Any) -> Any:
                 if depends_on_values(value):
                     return self._number(value)
-                is_made = isinstance(value, Tensor) and not torch_trace.is_real(value)
+                is_made = isinstance(value, Tensor) and not _is_literal(func, args)
                 return self._of(value, done) if is_made else value
 
             args, kwargs = tree_map(inner, (args, kwargs))
             made: Recipe | Leaf = Recipe(func, args, kwargs, index)
         elif tensor in (self._leaves or ()):
             made = self._leaves[tensor]
-        elif self._leaves is not None and tensor.is_floating_point():
+        elif (
+            self._leaves is not None
+            and tensor.is_floating_point()
+            and not torch_trace.is_real(tensor)
+        ):
             made = Leaf.of(tensor, None)
         else:
             raise UnknownValueError

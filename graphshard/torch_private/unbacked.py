@@ -128,7 +128,10 @@ def asks_if_empty(condition: Any) -> bool | None:
     (symbol,) = condition.free_symbols
     if is_float(symbol):
         return None
-    of_none, *of_some = (bool(condition.xreplace({symbol: n})) for n in _SIZES_TO_TRY)
+    try:
+        of_none, *of_some = (bool(condition.xreplace({symbol: n})) for n in _SIZES_TO_TRY)
+    except (ArithmeticError, TypeError):  # as of `6 % n == 0`
+        return None
     return of_some[0] if of_none not in of_some else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 
+import numpy
 import pytest
 import question_models as models
 import torch
@@ -12,7 +13,7 @@ from capture_models import Net, X, linear
 from loops import same_step
 
 import graphshard
-from graphshard.capture import recipes
+from graphshard.capture import raising, recipes
 from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError, SizeCheckError
 from graphshard.module import programs
@@ -74,9 +75,11 @@ def test_such_a_check_may_be_about_activations():
         (models.both_ways, None),
         (models.raises_if_more, None),
         (models.as_value, None),
+        (models.many_ways, True),
     ],
 )
-def test_only_a_way_that_surely_raises_counts(function, answer):
+def test_only_a_way_that_surely_raises_counts(function, answer, monkeypatch):
+    monkeypatch.setattr(raising, "_TRACE", __file__)  # as if it were this test that traces
     asked = models.Asked()
     with contextlib.suppress(AssertionError, ValueError):
         function(asked)
@@ -91,16 +94,19 @@ def test_only_a_way_that_surely_raises_counts(function, answer):
     [
         (models.hides, 2, dict),
         (models.starts, 2, models.starting),
-        (models.repeats, 3, dict),
+        (models.repeats, 4, dict),
         (models.by_results_of_several, 2, dict),
         (models.by_a_literal, 2, dict),
         (models.rows_one_by_one, 3, dict),
+        (models.catches_itself, 2, dict),
+        (models.of_no_effect, 2, dict),
+        (models.by_a_remainder, 2, dict),
     ],
 )
 def test_each_answer_has_a_program_that_equals_eager(forward, programs, buffers):
     model = Net(forward, fc=linear(), **buffers())
     sharded = graphshard.compile(copy.deepcopy(model), POLICY, check=True)
-    masks = [MASK, MASK * 0, MASK.tril(), MASK * 2, MASK, MASK * 0, MASK.triu()]
+    masks = [MASK, MASK * 0, MASK.tril(), MASK * 2, MASK, MASK * -4, MASK * 0, MASK.triu()]
     for mask in masks:
         step(model, sharded, X, mask)
         for name, buffer in model.named_buffers():
@@ -180,9 +186,12 @@ def test_what_holds_for_all_ordinary_numbers_is_checked():
         lambda m, x: m.fc(x).argmax() == 0,
         lambda m, x: torch.rand(()) < 0.5,
         lambda m, x: (x > 0).sum() > m.fc(x).sum(),
+        lambda m, x: (m.plain > 1).any(),
+        lambda m, x: torch.as_tensor(m.array).sum() > 1,
     ],
 )
 def test_what_parameters_or_draws_decide_is_refused(question):
     model = Net(lambda m, x: m.fc(x) if question(m, x) else x, fc=linear())
+    model.plain, model.array = torch.tensor(0), numpy.zeros(3)
     with pytest.raises(CaptureError, match=r"torch\.where"):
         capture(model, (X,))

@@ -89,6 +89,34 @@ def as_value(value):
     assert bool(value)
 
 
+def many_ways(value):
+    if value:
+        raise ValueError(
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+            f"{1 if value else 2}{1 if value else 2}{1 if value else 2}{1 if value else 2}"
+        )
+
+
+def catches_itself(m, x, mask):
+    y = m.fc(x)
+    try:
+        _refuse_negative(mask)
+    except ValueError:
+        y = y * 2
+    return y
+
+
+def _refuse_negative(mask):
+    with torch.no_grad():
+        if (mask < 0).any():
+            raise ValueError("negative")
+
+
 # -- answers by inputs and buffers ----------------------------------------------------------------
 
 
@@ -125,6 +153,17 @@ def rows_one_by_one(m, x, mask):
     for row in mask[:, 0].nonzero()[:, 0].tolist():
         x = x + m.fc(x)[row]
     return m.fc(x)
+
+
+def of_no_effect(m, x, mask):
+    """`x.float()` is `x` itself."""
+    y = m.fc(x) * x.float()
+    return y * 2 if x.float().max() > 3 * mask.max() else y
+
+
+def by_a_remainder(m, x, mask):
+    n = mask.max().item()
+    return m.fc(x) * n if n > 0 and 6 % n == 0 else m.fc(x)
 
 
 def by_a_literal(m, x, mask):
