@@ -173,12 +173,12 @@ class Questions:
         question = self._question(condition)
         if question is None:
             return None
-        leaves = {leaf for recipe in question.recipes.values() for leaf in recipe.leaves()}
-        if any(leaf.key is None for leaf in leaves):
+        if not all(recipe.is_of_call() for recipe in question.recipes.values()):
             return None
         answer = self._answer(question)
         if answer is None:
             return None
+        leaves = {leaf for recipe in question.recipes.values() for leaf in recipe.leaves()}
         answered = replace(question, answer=answer)
         self.asked.append(answered)
         if not all(torch_trace.is_real(self._given(leaf)) for leaf in leaves):

@@ -36,7 +36,7 @@ def _is_literal(func: Any, args: Sequence[Any]) -> bool:
     return func in _LIFTS and torch_trace.is_real(args[0]) and args[0].untyped_storage().resizable()
 
 
-class UnknownValueError(Exception):
+class _UnknownValueError(Exception):
     """The value of a tensor depends on what no recipe knows, or is too large to be computed."""
 
 
@@ -109,7 +109,7 @@ class Recipe:
         results = self.func(*args, **kwargs)
         result: Tensor = results if self.index is None else results[self.index]
         if result.numel() > _MAX_NUMEL:
-            raise UnknownValueError
+            raise _UnknownValueError
         return result
 
     def size(self, dim: int) -> Recipe:
@@ -120,12 +120,16 @@ class Recipe:
         """As `item`, if constants alone make it; None otherwise, or if it is too large."""
         try:
             return None if self.leaves() else self.item(hint)
-        except UnknownValueError:
+        except _UnknownValueError:
             return None
 
     def leaves(self) -> set[Leaf]:
         """The tensors that it starts from."""
         return {each for each in self._within() if isinstance(each, Leaf)}
+
+    def is_of_call(self) -> bool:
+        """Whether inputs and buffers of a call are all that it starts from."""
+        return all(leaf.key is not None for leaf in self.leaves())
 
     def is_symbolic(self) -> bool:
         """Whether the value depends on a symbolic size."""
@@ -173,11 +177,11 @@ class Recipes:
         for index, one in enumerate(result if several else (result,)):
             if not isinstance(one, Tensor) or hint(one.numel()) > _MAX_NUMEL:
                 continue
-            if any(one is each for each in tree_leaves((args, kwargs))):
-                continue  # `aten.to` may give its operand
             exact = self._leaves is not None and not (one.is_floating_point() or one.is_complex())
             operands = (*args, *kwargs.values())
-            if exact or _is_literal(func, args) or self._are_known(operands):
+            if not (exact or _is_literal(func, args) or self._are_known(operands)):
+                continue
+            if all(one is not each for each in tree_leaves(operands)):  # `aten.to` may give it back
                 self._made_by[one] = func, args, dict(kwargs), index if several else None
 
     def _are_known(self, values: Iterable[Any]) -> bool:
@@ -195,8 +199,8 @@ class Recipes:
 
     def note_numbers(self, func: Any, args: Any, result: Any) -> None:
         """Note how the numbers are made that `func`, of these arguments, reads off values."""
-        symbols = raw_symbols(result)
-        if self._leaves is None or self.numbers.keys() >= set(symbols):
+        symbols = [] if self._leaves is None else raw_symbols(result)
+        if self.numbers.keys() >= set(symbols):
             return
         read_off = args[0] if func is ITEM else result
         recipe = self.of(read_off) if isinstance(read_off, Tensor) else None
@@ -221,7 +225,7 @@ class Recipes:
         """The operators that make `tensor` of constants and leaves, if they are known."""
         try:
             made = self._of(tensor, {})
-        except UnknownValueError:
+        except _UnknownValueError:
             return None
         if isinstance(made, Leaf):
             made = Recipe(torch.ops.aten.alias.default, (made,), {})
@@ -230,7 +234,7 @@ class Recipes:
     def _number(self, size: Any) -> Recipe:
         number = self.numbers.get(raw_expression(size))
         if number is None:
-            raise UnknownValueError
+            raise _UnknownValueError
         return number
 
     def _of(self, tensor: Tensor, done: dict[int, Recipe | Leaf]) -> Recipe | Leaf:
@@ -256,6 +260,6 @@ class Recipes:
         ):
             made = Leaf.of(tensor, None)
         else:
-            raise UnknownValueError
+            raise _UnknownValueError
         done[id(tensor)] = made
         return made

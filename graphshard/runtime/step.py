@@ -35,7 +35,7 @@ from graphshard.runtime.streams import wait_for_copies
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.random_ops import may_draw
-from graphshard.torch_private.unbacked import depends_on_values
+from graphshard.torch_private.unbacked import is_unbacked
 from graphshard.verify.rules import verify
 
 # An operator of the graph reads no more of what it overwrites than the shape.
@@ -571,13 +571,22 @@ def _strides_of(val: Tensor, sizes: Sizes | None) -> Strides:
     traced = val.stride()
     if sizes is None or not any(isinstance(stride, SYMBOLIC) for stride in traced):
         return lambda _, __: traced
-    dims = {
-        torch_compat.size_expression(size): dim
-        for dim, size in enumerate(val.shape)
-        if depends_on_values(size)
-    }
-    evaluate = sizes.evaluator(traced, dims)
-    return lambda values, tangent: evaluate(*values, *map(tangent.size, dims.values()))
+    # A size such as 4*u0 + 1 tells the number u0.
+    read: dict[Any, tuple[int, int, int]] = {}
+    for dim, size in enumerate(val.shape):
+        expression = torch_compat.number_or_expression(size)
+        for symbol in filter(is_unbacked, expression.free_symbols):
+            factor = expression.coeff(symbol)
+            rest = expression - factor * symbol
+            if factor.is_Integer and rest.is_Integer:
+                read[symbol] = dim, int(factor), int(rest)
+    evaluate = sizes.evaluator(traced, read)
+
+    def strides(values: tuple[int, ...], tangent: Tensor) -> tuple[int, ...]:
+        numbers = [(tangent.size(dim) - rest) // factor for dim, factor, rest in read.values()]
+        return evaluate(*values, *numbers)
+
+    return strides
 
 
 def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

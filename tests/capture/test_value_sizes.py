@@ -347,6 +347,15 @@ def test_a_sequence_packed_elsewhere_is_refused():
         capture(Elsewhere(), (torch.randn(5, 4), torch.tensor([3, 2])))
 
 
+def test_an_output_s_size_may_be_computed_from_such_a_size():
+    model = Net(lambda m, x, count: m.fc(x).repeat(1, 2 * count.item() + 1), fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), graphshard.SizePolicy(10))
+    for count in (1, 3, 2):
+        args = X, torch.tensor(count)
+        same_step(model, sharded, *args, objective=lambda y: y.t().square().sum())
+    assert len(sharded.programs) == 1
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_a_layer_takes_sequences_packed_elsewhere(kind):
     model = Net(lambda m, packed: m.layer(packed)[0].data.square().sum(), layer=kind(4, 3))
