@@ -208,9 +208,15 @@ class TrainingMethods(TreeModule):
             options: of the optimizer.
 
         Raises:
-            PolicyError: `kind` looks at whole tensors, or whether it does is not known; or the rule
-                is wrong.
+            PolicyError: `kind` looks at whole tensors, or whether it does is not known, or is an
+                optimizer itself; or the rule is wrong.
         """
+        if isinstance(kind, torch.optim.Optimizer):
+            name = type(kind).__name__
+            raise PolicyError(
+                f"optimizer takes a class and its options, as in optimizer({name}, lr=...); got an "
+                f"{name} that is made already, which step_locally() takes"
+            )
         if isinstance(kind, type):
             states.local_steps.require_elementwise(kind, elementwise)
         optimizer = kind(self.parameter_groups(rule), **options)

@@ -43,7 +43,7 @@ _CHECKS: dict[str, Check] = {
     ),
     "mixed_precision": (
         lambda value: isinstance(value, MixedPrecision | None),
-        "a graphshard.MixedPrecision or None",
+        "a graphshard.MixedPrecision, as MixedPrecision(param_dtype=torch.bfloat16), or None",
     ),
     "merge_below": (
         lambda value: value is None or (is_int(value) and value >= 0),

@@ -351,3 +351,10 @@ def test_on_a_single_rank_the_optimizer_is_an_ordinary_one() -> None:
     optim.step()
     with pytest.raises(PolicyError, match="whole tensors"):
         sharded.optimizer(torch.optim.Adafactor)
+
+
+def test_an_optimizer_that_is_made_already_is_refused() -> None:
+    sharded = graphshard.compile(nn.Linear(4, 4), graphshard.SizePolicy(1))
+    made = torch.optim.AdamW(sharded.parameters())
+    with pytest.raises(PolicyError, match=r"optimizer\(AdamW, lr=.*step_locally"):
+        sharded.optimizer(made)  # type: ignore[arg-type]
