@@ -97,22 +97,35 @@ def capture(
     except CaptureError as error:
         if not _looks_at_values(error):
             raise
+        _forget(error)
     # Many models look at no values where `torch.compiler.is_compiling()` is true.
     try:
         return _capture_as_compiling(*example)
     except FixedSizeError:
         raise
-    except CaptureError:
-        pass
-    return _capture_sizes_by_values(*example)
+    except CaptureError as error:
+        _forget(error)
+    errors: list[CaptureError] = []
+    captured = _capture_sizes_by_values(errors, *example)
+    _forget(*errors)
+    return captured
 
 
-def _capture_sizes_by_values(*example: Any) -> Capture:
+def _forget(*errors: Exception) -> None:
+    """Drop the tracebacks of errors of traces that others made up for: they hold the example."""
+    for error in errors:
+        each: BaseException | None = error
+        while each is not None:
+            each.__traceback__ = None
+            each = each.__cause__
+
+
+def _capture_sizes_by_values(errors: list[CaptureError], *example: Any) -> Capture:
     """Trace a step that needs sizes and numbers that depend on values.
 
-    If it can, it decides nothing by them, but for whether there is anything at all.
+    If it can, it decides nothing by them, but for whether there is anything at all. `errors` are
+    added to.
     """
-    errors = []
     for trace in (_capture_as_is_or_functional, _capture_as_compiling):
         try:
             return trace(*example, values=Values.AS_SIZES)
@@ -124,6 +137,7 @@ def _capture_sizes_by_values(*example: Any) -> Capture:
                 captured = trace(*example, values=Values.NOT_EMPTY)
             except CaptureError as error:
                 errors[-1].add_note(f"Where no size is 0 it fails otherwise: {error}")
+                _forget(error)
             else:
                 return admit_empty(captured, partial(trace, *example, values=Values.EMPTY))
     try:
@@ -131,6 +145,7 @@ def _capture_sizes_by_values(*example: Any) -> Capture:
     except CaptureError as error:
         if not _looks_at_values(error):
             raise
+        _forget(error)
     as_is, compiling = errors
     if _looks_at_values(compiling):
         raise compiling from compiling.__cause__
@@ -164,11 +179,13 @@ def _capture_as_is_or_functional(*example: Any, values: Values = Values.UNKNOWN)
     except (WriteError, CaptureError) as error:
         if not _needs_functionalization(error):
             raise
+        _forget(error)
     try:
         return _trace_and_rebuild(*example, functional=True, values=values)
     except CaptureError as error:
         if "modified by an inplace operation" not in str(error.__cause__):
             raise
+        _forget(error)
     # A buffer that backward reads and forward assigns must not be written, as eager does not.
     return _trace_and_rebuild(*example, functional=True, values=values, replaces_buffers=True)
 

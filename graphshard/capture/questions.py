@@ -117,7 +117,7 @@ class Questions:
         self._paths = paths
         self._buffer = buffer
         self.recipes = recipes
-        sizes.is_known_of_call = lambda condition: self._answered_by_call(condition) is sympy.true
+        sizes.is_true_of_calls = lambda condition: self._answered_by_call(condition) is sympy.true
 
     def begin_run(self) -> None:
         """Note that the trace runs the model now."""
@@ -127,6 +127,7 @@ class Questions:
     def close(self) -> list[str]:
         """End the trace; gives what the program takes to be so, as notes."""
         self._sizes.close_guards(self._paths)
+        self._sizes.is_true_of_calls = None  # which holds the example
         notes = []
         for question in self.asked:
             how = ASSUMES if question in self.assumed else "serves calls in which "

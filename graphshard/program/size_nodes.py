@@ -164,7 +164,8 @@ class SizeNodes:
             symbols = sorted(promise.condition.free_symbols, key=str)
             text = expression_text(promise.condition, self.sizes.names)
             if not of_symbol.keys() >= set(symbols):
-                if self.sizes.is_known_of_call(promise.condition):
+                is_true = self.sizes.is_true_of_calls
+                if is_true is not None and is_true(promise.condition):
                     continue
                 at = f"\n  at {promise.line}" if promise.line else ""
                 raise CaptureError(

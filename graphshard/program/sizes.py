@@ -110,8 +110,8 @@ class Sizes:
         self._runs: list[int] = []  # the symbols that there were before each run
         self.unread: list[str] = []  # lines that ask for a number which no node reads
         self.asked: set[Any] = set()  # symbols that a decision was about, whose lines do not count
-        # Whether a condition is true of each call that the program serves.
-        self.is_known_of_call: Callable[[Any], bool] = lambda condition: False
+        # During a trace: whether a condition is true of each call that the program will serve.
+        self.is_true_of_calls: Callable[[Any], bool] | None = None
         self.symbols: tuple[Size, ...] = ()
         self.answers: list[Answer] = []
         self._closed_at = -1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 
 import numpy
 import pytest
@@ -131,6 +133,16 @@ def test_a_plan_without_values_says_what_it_assumes():
     (text,) = assumed
     assert "if not mask.all()" in text
     step(Net(models.hides, fc=linear()), sharded, X, MASK * 0)
+
+
+def test_a_program_keeps_no_tensor_of_its_example():
+    sharded = graphshard.compile(Net(models.hides, fc=linear()), POLICY)
+    x, mask = X.clone(), MASK.clone()
+    left = [weakref.ref(x), weakref.ref(mask)]
+    sharded(x, mask)
+    del x, mask
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
 
 
 def test_questions_may_be_about_symbolic_sizes_too():
