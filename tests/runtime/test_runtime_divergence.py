@@ -136,7 +136,8 @@ def sizes_of_other_costs(rank: int) -> None:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.zeros(400_000 if rank else 2, 4)
     compiled(copy.deepcopy(layers))(x).sum().backward()
-    by_cost = graphshard.BlockPolicy({nn.Linear}, schedule="overlap", merge_below=0)
+    order = {"schedule": "overlap", "hardware": "cpu-gloo", "merge_below": 0}
+    by_cost = graphshard.BlockPolicy({nn.Linear}, **order)
     sharded = graphshard.compile(layers, by_cost)
     message = refused(lambda: sharded(x), sharded)
     assert "would issue different collectives" in message
