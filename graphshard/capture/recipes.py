@@ -148,8 +148,8 @@ class Recipe:
 class Recipes:
     """The operator and arguments that made each fake tensor that constants alone make.
 
-    Once `start_from` was called, those that given leaves make, and tensors of truth values and
-    integers that anything makes.
+    Once `start_from` was called, those that given leaves make, and truth values about numbers that
+    the model computes; not places among them, such as those of `argmax`.
 
     numbers: how the numbers were made that are read off such tensors, by symbol.
     """
@@ -177,9 +177,9 @@ class Recipes:
         for index, one in enumerate(result if several else (result,)):
             if not isinstance(one, Tensor) or hint(one.numel()) > _MAX_NUMEL:
                 continue
-            exact = self._leaves is not None and not (one.is_floating_point() or one.is_complex())
+            compares = self._leaves is not None and one.dtype == torch.bool
             operands = (*args, *kwargs.values())
-            if not (exact or _is_literal(func, args) or self._are_known(operands)):
+            if not (compares or _is_literal(func, args) or self._are_known(operands)):
                 continue
             if all(one is not each for each in tree_leaves(operands)):  # `aten.to` may give it back
                 self._made_by[one] = func, args, dict(kwargs), index if several else None

@@ -196,6 +196,7 @@ def test_what_holds_for_all_ordinary_numbers_is_checked():
         lambda m, x: m.fc(x).mean() > 0,
         lambda m, x: m.fc(x).std() > 5,
         lambda m, x: m.fc(x).argmax() == 0,
+        lambda m, x: m.fc(x).argmax() != 5,
         lambda m, x: torch.rand(()) < 0.5,
         lambda m, x: (x > 0).sum() > m.fc(x).sum(),
         lambda m, x: (m.plain > 1).any(),

@@ -343,7 +343,7 @@ class Trains:
 def check_of(row: Row) -> Trains:
     fields = {k: v for name, value in row.items() for k, v in AXES[name][value].items()}
     if "dynamic" in fields and "memory_budget" in fields:
-        fields["memory_budget"] = 170_000  # for larger batches
+        fields["memory_budget"] = 240_000  # for larger batches
     # With shards kept, what has no dims is averaged over all ranks in each batch: another sum.
     exact = row["kept"] != "shards"
     return Trains(", ".join(filter(None, row.values())), exact=exact, **fields)
