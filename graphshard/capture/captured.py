@@ -13,9 +13,13 @@ from graphshard.capture.guards import Guards
 from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
 from graphshard.capture.questions import Question
 from graphshard.capture.structure import Structure
+from graphshard.errors import CaptureError
 from graphshard.program.program import Program
 
 _NO_GUARDS = Guards()
+
+MOST_ANSWERS = 64
+"""The number of programs for calls that differ in what their values answer, and maybe else."""
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -99,3 +103,21 @@ class Capture:
                 place.write(value)
         for tensor in tensors[len(self.result.paths) :]:
             mark_left(tensor)
+
+
+def refuse_more_answers(captures: Sequence[Capture], statement: str) -> None:
+    """Refuse a call if its values answer a question and there are too many programs for others.
+
+    statement: what the call's values say; "" if they answer as for the last capture.
+
+    Raises:
+        CaptureError: there are `MOST_ANSWERS` programs.
+    """
+    asking = sum(1 for captured in captures if captured.questions)
+    if asking >= MOST_ANSWERS and statement:
+        raise CaptureError(
+            f"the model decides by the values of its inputs or buffers, and {asking} programs were "
+            f"captured for as many answers, the most there may be. In this call {statement}. "
+            "Compute what depends on it by tensor operators (a mask, torch.where), or make the "
+            "number a Python argument of forward that takes few values"
+        )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.captured import Capture
+from graphshard.capture.captured import Capture, refuse_more_answers
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.dynamic import (
     AUTO,
@@ -86,10 +86,6 @@ logger = logging.getLogger("graphshard")
 
 
 MANY = 8
-
-
-MOST_ANSWERS = 64
-"""The number of programs for calls that differ in what their values answer, and maybe else."""
 
 
 RECENT = 4
@@ -380,7 +376,7 @@ class Programs:
         captures = self._captures.get(key.capture, [])
         for captured in captures[-1:]:
             described |= self._differences(captured, call)
-        _refuse_more_answers(captures, described.get(_ANSWERS, ""))
+        refuse_more_answers(captures, described.get(_ANSWERS, ""))
         try:
             captured = self._capture(call, progress)
         except CaptureError as error:
@@ -529,18 +525,6 @@ class Programs:
         warns = self.bindings.group.rank == 0 and not expected
         level = logging.WARNING if warns else logging.INFO
         logger.log(level, "%s", text)
-
-
-def _refuse_more_answers(captures: Sequence[Capture], statement: str) -> None:
-    """Refuse a call if its values answer a question and there are too many programs for others."""
-    asking = sum(1 for captured in captures if captured.questions)
-    if asking >= MOST_ANSWERS and statement:
-        raise CaptureError(
-            f"the model decides by the values of its inputs or buffers, and {asking} programs were "
-            f"captured for as many answers, the most there may be. In this call {statement}. "
-            "Compute what depends on it by tensor operators (a mask, torch.where), or make the "
-            "number a Python argument of forward that takes few values"
-        )
 
 
 def _change(what: str, was: str | None, now: str | None) -> str:

@@ -15,10 +15,9 @@ from capture_models import Net, X, linear
 from loops import same_step
 
 import graphshard
-from graphshard.capture import raising, recipes
+from graphshard.capture import captured, raising, recipes
 from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError, SizeCheckError
-from graphshard.module import programs
 from graphshard.program.sizes import check_sizes
 from graphshard.program.text import full_text
 
@@ -162,7 +161,7 @@ def test_questions_may_be_about_symbolic_sizes_too():
 
 
 def test_more_answers_than_there_may_be_programs(monkeypatch):
-    monkeypatch.setattr(programs, "MOST_ANSWERS", 2)
+    monkeypatch.setattr(captured, "MOST_ANSWERS", 2)
     sharded = graphshard.compile(Net(models.repeats, fc=linear()), POLICY)
     sharded(X, MASK)
     sharded(X, MASK * 2)
