@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fuzz_case import Case
 from fuzz_draw import draw
 from fuzz_minimise import minimise
-from fuzz_pair import Pair
+from fuzz_pair import HUNG, Pair
 from fuzz_play import EQUAL, FAILURES, MISMATCH, SKIPPED, Outcome
 
 ON_GLOO_ONLY = ("leave",)
@@ -38,9 +38,12 @@ NOT_ON_CPU_THREADS = {
 
 
 def verdict(outcomes: list[Outcome]) -> Outcome:
-    """The outcome of the ranks together: the worst one; a mismatch is worse than a crash."""
+    """The outcome of the ranks together: the worst one; a mismatch is worse than a crash.
+
+    A rank that hangs may wait for one that has failed, so what that one says goes first.
+    """
     order = {MISMATCH: 0, **{kind: 1 for kind in FAILURES if kind != MISMATCH}}
-    worst = min(outcomes, key=lambda outcome: order.get(outcome.kind, 2))
+    worst = min(outcomes, key=lambda o: (order.get(o.kind, 2), o.what.startswith(HUNG)))
     if worst.kind in FAILURES or len({outcome.kind for outcome in outcomes}) == 1:
         exact = all(outcome.exact for outcome in outcomes)
         return Outcome(worst.kind, worst.where, worst.what, exact)

@@ -23,6 +23,8 @@ from graphshard.passes import offload_activations
 LIMITS = {"eager": 90.0, "inductor": 300.0}
 """Seconds that a case may take, by backend. Two busy cores compile slowly."""
 
+HUNG = "hung"
+
 
 class Pair:
     """The processes; after a failure they are replaced at the next case."""
@@ -55,7 +57,7 @@ class Pair:
         pipe = self._pipes[rank]
         if not pipe.poll(max(0.0, deadline - time.monotonic())):
             stacks = self._stacks(rank)
-            return Outcome(CRASH, "an unknown step", f"hung: rank {rank} did not end\n{stacks}")
+            return Outcome(CRASH, "an unknown step", f"{HUNG}: rank {rank} did not end\n{stacks}")
         try:
             return pipe.recv()
         except EOFError:
@@ -102,6 +104,9 @@ def _serve(rank: int, pipe: Any) -> None:
     faulthandler.register(signal.SIGUSR1)
     if DEVICE.type == "cuda":
         torch.set_default_device("cuda")  # of tensors that models make in forward
+        # FSDP2's `finalize_backward` lets this stream wait for the event of a gather that nobody
+        # used, but torch 2.13's `torch.Stream.wait_event` takes a CUDA event for one not recorded.
+        torch.accelerator.current_stream = torch.cuda.current_stream
         offload_activations.ON_CUDA = offload_activations.ELSEWHERE  # models are small
     while (task := pipe.recv()) is not None:
         case, eager = task

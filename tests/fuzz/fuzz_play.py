@@ -170,6 +170,8 @@ def _step(mine: Loop, theirs: Loop, number: int, tolerance: Tolerance) -> None:
     theirs.begin(number)
     try:
         STEPS[name].run(theirs)
+    except torch.AcceleratorError:  # whose it is, the device may tell late
+        raise
     except Exception as error:
         raise ReferenceFails(f"{type(theirs.side).__name__}: {_text(error)}") from error
     drawn = random_states()
