@@ -92,6 +92,12 @@ def capture(
     target = torch.device(device)
     buffer = buffer or dict(model.named_buffers(remove_duplicate=False)).__getitem__
     example = model, args, kwargs or {}, target, grad, names, entry, precisions, buffer
+    # In inference mode composite operators reach the trace whole, and take apart behind autocast.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        return _capture_by_some_trace(*example)
+
+
+def _capture_by_some_trace(*example: Any) -> Capture:
     try:
         return _capture_as_is_or_functional(*example)
     except CaptureError as error:

@@ -130,6 +130,17 @@ def test_encoder_layers_under_autocast_keep_their_dtype_where_eager_fuses_nothin
         assert autocast_dtype(hooked) == torch.float32
 
 
+def test_autocast_reaches_the_operators_that_others_are_made_of_in_inference_mode():
+    def forward(m, x):
+        product = torch.einsum("bi,ki->bk", x, x)  # by bmm, which autocast knows
+        return product, F.mse_loss(m.fc(x), x), torch.tensordot(x, x.mT, 1)
+
+    sharded = graphshard.compile(Net(forward, fc=nn.Linear(4, 4)), graphshard.SizePolicy(1))
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        dtypes = [output.dtype for output in sharded(torch.randn(3, 4))]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 @torch.no_grad()
 def test_encoder_layers_follow_torch_s_switch_of_the_fused_operator():
     model, x = encoder(), torch.randn(2, 4, 8)
