@@ -18,7 +18,7 @@ import torch
 from cuda_on_cpu import attention, draws, stream_queue
 from cuda_on_cpu.stream_queue import Use
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -172,9 +172,12 @@ class _Call:
 
     def _queued(self, by: Callable[..., Any]) -> Any:
         shapes, back = self._shapes()
-        filled: list[Tensor | None] = []  # the results that `by` gives, in order; None: in place
+        filled: list[Tensor | None] = []  # by result; None: done in place, or no tensor
 
-        def on_device(meta: Tensor) -> Tensor:
+        def on_device(meta: Any) -> Any:
+            if not isinstance(meta, Tensor):
+                filled.append(None)
+                return meta
             if id(meta) in back:
                 filled.append(None)
                 return back[id(meta)]
@@ -184,15 +187,15 @@ class _Call:
             filled.append(alias(made))
             return made
 
-        result = tree_map_only(Tensor, on_device, shapes)
+        result = tree_map(on_device, shapes)
         args, kwargs = self._replaced(lambda x: self._given[id(x)][1], CPU, scalars=True)
 
         def job() -> None:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-                found = [x for x in tree_flatten(by(*args, **kwargs))[0] if isinstance(x, Tensor)]
-                for to, value in zip(filled, found, strict=True):
-                    # Meta functions give statistics that evaluation leaves out a size.
-                    if to is not None and to.numel() and value.numel():
+                for to, value in zip(filled, tree_flatten(by(*args, **kwargs))[0], strict=True):
+                    # Meta functions give a size to statistics that evaluation leaves out, and to
+                    # gradients that nobody asked for.
+                    if to is not None and to.numel() and value is not None and value.numel():
                         to.copy_(value)
 
         counts["queued"] += 1

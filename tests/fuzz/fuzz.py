@@ -40,10 +40,13 @@ NOT_ON_CPU_THREADS = {
 def verdict(outcomes: list[Outcome]) -> Outcome:
     """The outcome of the ranks together: the worst one; a mismatch is worse than a crash.
 
-    A rank that hangs may wait for one that has failed, so what that one says goes first.
+    A rank that hangs may wait for one that has failed, so that one alone counts.
     """
+    ended = [each for each in outcomes if not each.what.startswith(HUNG)]
+    if any(outcome.kind != EQUAL for outcome in ended):
+        outcomes = ended
     order = {MISMATCH: 0, **{kind: 1 for kind in FAILURES if kind != MISMATCH}}
-    worst = min(outcomes, key=lambda o: (order.get(o.kind, 2), o.what.startswith(HUNG)))
+    worst = min(outcomes, key=lambda outcome: order.get(outcome.kind, 2))
     if worst.kind in FAILURES or len({outcome.kind for outcome in outcomes}) == 1:
         exact = all(outcome.exact for outcome in outcomes)
         return Outcome(worst.kind, worst.where, worst.what, exact)

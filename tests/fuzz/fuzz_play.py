@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from full_tensors import full
 from fuzz_case import Case
-from fuzz_model import random_states
+from fuzz_model import DEVICE, random_states
 from fuzz_protocol import STEPS, Loop
 from fuzz_sides import (
     Eager,
@@ -170,8 +170,8 @@ def _step(mine: Loop, theirs: Loop, number: int, tolerance: Tolerance) -> None:
     theirs.begin(number)
     try:
         STEPS[name].run(theirs)
-    except torch.AcceleratorError:  # whose it is, the device may tell late
-        raise
+        if DEVICE.type == "cuda":  # which tells errors late
+            torch.cuda.synchronize()
     except Exception as error:
         raise ReferenceFails(f"{type(theirs.side).__name__}: {_text(error)}") from error
     drawn = random_states()
