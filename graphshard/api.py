@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import graphshard.state as states
 from graphshard.capture.dynamic import AUTO, Dynamic
 from graphshard.errors import PlanError, PolicyError
+from graphshard.hardware.hardware import Hardware
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.planning.model_checks import require_module, without_compiler
@@ -201,9 +202,9 @@ def plan(
     mesh_shape: Sequence[int] | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     backend: str = "eager",
-    process_group_backend: str = "nccl",
+    process_group_backend: str | None = None,
     hosts: int = 1,
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     passes: Sequence[PassLike] = (),
@@ -221,10 +222,12 @@ def plan(
         example_inputs: as for `compile`. With them the step is captured, rewritten and verified,
             and `plan.program` is the rewritten program; otherwise it is None.
         example_kwargs: keyword arguments of that call.
-        device: the device that the program will run on.
+        device: the device that the program will run on. None: that of the policy's `hardware`, or
+            "cpu" for ranks by Gloo, or "cuda".
         backend: as for `compile`; the program shows its regions, but nothing is compiled.
-        process_group_backend: connects the ranks. Over "gloo" on one host, with schedule "fsdp", by
-            default, no gather is issued ahead in forward, and each reduce is waited for at once.
+        process_group_backend: "nccl" or "gloo" connects the ranks. None: "gloo" for the CPU, else
+            "nccl". Over "gloo" on one host, with schedule "fsdp", by default, no gather is issued
+            ahead in forward, and each reduce is waited for at once.
         hosts: of the ranks that Gloo connects.
         dynamic: as for `compile`, but not "auto", which learns from calls.
         passes: passes to apply after the default ones, in order.
@@ -238,11 +241,9 @@ def plan(
     model = without_compiler(model)
     _check_arguments(model, example_inputs, example_kwargs, passes)
     require_backend(backend)
-    if process_group_backend not in ("nccl", "gloo"):
-        raise PolicyError(
-            f'process_group_backend must be "nccl" or "gloo"; got {process_group_backend!r}'
-        )
-    device = without_cpu_index(device)
+    if not isinstance(policy, PolicySearch):
+        require_policy(policy)
+    device, process_group_backend = _place(policy, device, process_group_backend)
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else tuple(mesh_shape)
     if world_size is None:
@@ -288,6 +289,25 @@ def plan(
         passes=passes,
         progress=progress,
     )
+
+
+def _place(
+    policy: Policy | AutoPolicy, device: torch.device | str | None, backend: str | None
+) -> tuple[torch.device, str]:
+    """The device of a program and what connects its ranks; what is not given follows the other."""
+    if backend not in (None, "nccl", "gloo"):
+        raise PolicyError(f'process_group_backend must be "nccl" or "gloo"; got {backend!r}')
+    if device is None and policy.hardware is not None:
+        device = Hardware.load(policy.hardware).program_device
+    device = without_cpu_index(device or ("cpu" if backend == "gloo" else "cuda"))
+    if backend is None:
+        backend = "gloo" if device.type == "cpu" else "nccl"
+    if backend == "nccl" and device.type == "cpu":
+        raise PolicyError(
+            'process_group_backend="nccl" connects CUDA devices, and the program is for the CPU; '
+            "leave one of process_group_backend and device out, and it follows the other"
+        )
+    return device, backend
 
 
 def plan_with_program(

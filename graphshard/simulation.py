@@ -13,7 +13,7 @@ from torch import nn
 from graphshard.api import plan as plan_model
 from graphshard.api import plan_with_program
 from graphshard.cost.caching_allocator import allocator_settings
-from graphshard.cost.estimate import Estimate, estimate_of
+from graphshard.cost.estimate import Estimate, estimate_of, require_device
 from graphshard.cost.program_plan import plan_of
 from graphshard.cost.runner import Runner
 from graphshard.errors import CostError
@@ -42,7 +42,6 @@ def simulate(
     model: nn.Module | None = None,
     plan: ShardingPlan | None = None,
     optimizer: str = "adamw",
-    backend: str | None = None,
     tf32: bool = False,
     allocator: str = "",
     runtime: str = "graphshard",
@@ -71,7 +70,6 @@ def simulate(
         model: the model of a plan without a program.
         plan: the plan of a program, or for a model.
         optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
-        backend: "nccl" or "gloo", which need different buffers. None: by the hardware's kind.
         tf32: float32 matrix products run as TF32.
         allocator: what PYTORCH_CUDA_ALLOC_CONF will be on GPUs, such as "expandable_segments:True";
             "none" for PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that nothing is reserved but tensors.
@@ -84,7 +82,8 @@ def simulate(
             returns, as in `outputs = model(**batch)`; so forward holds the outputs of two calls.
 
     Raises:
-        CostError: there is no program to simulate, or an argument is unknown or has no effect.
+        CostError: there is no program to simulate, it is for another kind of device than the
+            hardware, or an argument is unknown or has no effect.
         PlanError, PolicyError, CaptureError: the model cannot be planned or captured.
     """
     machine = Hardware.load(hardware)
@@ -95,7 +94,6 @@ def simulate(
     if policy is not None and asks_for_hardware(policy):
         policy = replace(policy, hardware=machine)
     arguments = SimulationArguments(
-        "gloo" if (backend or machine.process_group_backend) == "gloo" else "nccl",
         machine,
         model,
         plan,
@@ -106,11 +104,12 @@ def simulate(
         example_kwargs,
     )
     plan = plan_to_simulate(what, arguments)
+    if plan.program is not None:
+        require_device(plan.program, machine)
     return estimate_of(
         plan,
         machine,
         optimizer=optimizer,
-        backend=backend,
         tf32=tf32,
         allocator=allocator_settings(allocator),
         runner=Runner.of(runtime, leave_eager, holds_outputs),
@@ -121,7 +120,6 @@ def simulate(
 class SimulationArguments:
     """The arguments of `simulate` that determine the program."""
 
-    process_group_backend: str
     machine: Hardware
     model: nn.Module | None = None
     plan: ShardingPlan | None = None
@@ -252,11 +250,11 @@ def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> Sharding
             "or mesh_shape="
         )
     ranks = arguments.world_size or torch.Size(arguments.mesh_shape or (1,)).numel()
-    by_gloo = arguments.process_group_backend == "gloo"
+    by_gloo = arguments.machine.process_group_backend == "gloo"
     return plan_model(
         model,
         arguments.policy,
-        process_group_backend=arguments.process_group_backend,
+        process_group_backend=arguments.machine.process_group_backend,
         hosts=arguments.machine.nodes(ranks) if by_gloo else 1,
         world_size=arguments.world_size,
         mesh_shape=arguments.mesh_shape,

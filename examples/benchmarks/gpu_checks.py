@@ -435,7 +435,7 @@ def overlap(place: Place) -> Iterator[Row]:
             communicator = stand_in(sharded, seconds_of if with_time else None)
             took[with_time] = step_of(sharded, place)[2]
         total = sum(seconds_of(op, size) for op, size in communicator.calls) / 9  # steps
-        estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw", backend="nccl")
+        estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw")
         exposed[name] = max(0.0, took[True] - took[False])
         said = (
             f"{exposed[name] * 1e3:.2f} of {total * 1e3:.2f} ms exposed (step "

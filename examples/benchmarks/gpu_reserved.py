@@ -154,7 +154,7 @@ def reserved(place: Place, settings: str = "") -> Iterator[Row]:
         stand_in(sharded)
         asked = step_of(sharded, place)[0]
         estimate = graphshard.simulate(
-            sharded, hardware=where, optimizer="adamw", backend="nccl", allocator=settings
+            sharded, hardware=where, optimizer="adamw", allocator=settings
         )
         yield from compared(name, case, estimate, asked, place)
         del sharded

@@ -184,7 +184,6 @@ def truth_of(case: Case) -> Truth:
             plan=sharded.plan,
             hardware="cpu-gloo",
             optimizer=case.optimizer,
-            backend="gloo",
         ).memory
         for program in sharded.programs[-2 if case.mode == "accumulate" else -1 :]
     ]

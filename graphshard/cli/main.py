@@ -223,15 +223,14 @@ def _plan(
     policy_and_backend: tuple[Policy, str] | None = None,
 ) -> ShardingPlan:
     policy, backend = policy_and_backend or (policy_of(options), backend_of(options))
-    hardware = getattr(options, "hardware", None)
-    machine = Hardware.load(hardware or "h100-sxm")
+    machine = Hardware.load(getattr(options, "hardware", "h100-sxm"))
     ranks = torch.Size(options.mesh).numel() if options.mesh else options.world_size or 1
     by_gloo = machine.process_group_backend == "gloo"
     return graphshard.plan(
         loaded.model,
         policy,
         backend=backend,
-        device=machine.program_device if hardware else "cpu",
+        device=machine.program_device,
         process_group_backend=machine.process_group_backend,
         hosts=machine.nodes(ranks) if by_gloo else 1,
         world_size=options.world_size,

@@ -179,12 +179,13 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
 
 
 def add_hardware(command: argparse.ArgumentParser) -> None:
-    """Add the argument for the hardware of schedule "overlap"."""
+    """Add the argument for the machine that a program is made for."""
     command.add_argument(
         "--hardware",
         metavar="NAME|FILE",
         default=argparse.SUPPRESS,
-        help=f"what --schedule overlap is timed on: {', '.join(preset_names())}, or a file",
+        help="the machine that the program is for (h100-sxm), and that --schedule overlap is timed "
+        f"on: {', '.join(preset_names())}, or a file",
     )
 
 
@@ -228,10 +229,7 @@ def fields_of(options: argparse.Namespace) -> dict[str, Any]:
     fields: dict[str, Any] = {name: values[name] for name in _POLICY_FIELDS if name in values}
     if fields.get("backward_prefetch") == "none":
         fields["backward_prefetch"] = None
-    # For these commands --hardware is what they estimate for.
-    estimates = values.get("command") in ("simulate", "compare", "compare-trace", "report", "tune")
-    for_policy = not estimates or fields.get("schedule") == "overlap"
-    if "hardware" in values and for_policy:
+    if "hardware" in values and fields.get("schedule") == "overlap":
         fields["hardware"] = values["hardware"]
     if "recompute" in fields:
         fields["recompute"] = fields["recompute"].split(",")

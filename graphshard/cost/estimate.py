@@ -256,24 +256,21 @@ class Estimate:
     def _reasons(self) -> Reasons:
         return Reasons(self.program, self.plan, self.timeline)
 
-    def with_hardware(
-        self, hardware: Hardware | str | os.PathLike[str], *, backend: str | None = None
-    ) -> Estimate:
+    def with_hardware(self, hardware: Hardware | str | os.PathLike[str]) -> Estimate:
         """Estimate the same step on other hardware.
 
         Args:
             hardware: a machine, the name of a preset, or the path of a file.
-            backend: "nccl" or "gloo"; by default the backend that suits the hardware.
 
         Raises:
-            CostError: the backend or the hardware is unknown.
+            CostError: the hardware is unknown, or the program is for another kind of device.
         """
-        plan = replace(self.plan, program=self.program)
+        machine = Hardware.load(hardware)
+        require_device(self.program, machine)
         return estimate_of(
-            plan,
-            Hardware.load(hardware),
+            replace(self.plan, program=self.program),
+            machine,
             optimizer=self.optimizer,
-            backend=backend,
             allocator=self.allocator,
             tf32=self.tf32,
             runner=self.runner,
@@ -347,12 +344,21 @@ class Estimate:
         return Text(str(self))
 
 
+def require_device(program: Program, hardware: Hardware) -> None:
+    """Raise CostError if `program` is for another kind of device than `hardware`."""
+    if program.device != hardware.program_device:
+        raise CostError(
+            f"the program is for {program.device}, and {hardware.name} runs programs for "
+            f"{hardware.program_device}, which may have other operators; simulate the model, or a "
+            f'plan made with device="{hardware.program_device}"'
+        )
+
+
 def estimate_of(
     plan: ShardingPlan,
     hardware: Hardware,
     *,
     optimizer: str = "adamw",
-    backend: str | None = None,
     tf32: bool = False,
     allocator: AllocatorSettings | None = DEFAULT,
     runner: Runner = OWN,
@@ -363,9 +369,7 @@ def estimate_of(
         raise CostError(
             "the plan has no program to estimate; give example_inputs to graphshard.plan"
         )
-    backend = backend or hardware.process_group_backend
-    if backend not in ("nccl", "gloo"):
-        raise CostError(f'backend must be "nccl" or "gloo"; got {backend!r}')
+    backend = hardware.process_group_backend
     runner.check(program)
     return Estimate(
         plan,

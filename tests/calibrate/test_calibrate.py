@@ -226,7 +226,7 @@ def test_the_factor_of_a_step_is_that_by_which_it_is_predicted():
     with joined(CPU) as group:
         step = transformer_step(group, StepSize(1, 64, 32, 1, 8, torch.float32))
         step.run(1)
-        hardware = PLAIN.with_(step_overhead=1e-4)
+        hardware = PLAIN.with_(device="cpu", step_overhead=1e-4)
         seconds = graphshard.simulate(step.module, hardware=hardware, optimizer="none").step_seconds
         assert step.factor(seconds, hardware) == pytest.approx(PLAIN.in_step)
         longer = step.factor(2 * seconds, hardware)

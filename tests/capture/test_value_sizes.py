@@ -76,7 +76,8 @@ def test_compiled_regions_leave_such_sizes_out():
 def test_estimates_say_what_they_assume():
     model = models.MODELS["first_rows"]()
     policy = graphshard.BlockPolicy({models.Mlp})
-    plan = graphshard.plan(model, policy, world_size=2, example_inputs=models.batch(2))
+    inputs = {"example_inputs": models.batch(2), "process_group_backend": "gloo"}
+    plan = graphshard.plan(model, policy, world_size=2, **inputs)
     said = "u0, u1, u2 assumed 12; they depend on values, and bytes and times on them"
     assert f"sizes: {said}" in str(plan)
     estimate = graphshard.simulate(plan, hardware="cpu-gloo")

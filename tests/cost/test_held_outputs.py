@@ -12,6 +12,7 @@ import graphshard
 from examples.benchmarks.live_bytes import LiveBytes
 from graphshard import BlockPolicy
 from graphshard.cost.estimate import Estimate
+from graphshard.hardware.hardware import Hardware
 from graphshard.program.storages import RETURNED
 
 WIDTH, WORDS, BATCH = 64, 512, 128
@@ -39,9 +40,9 @@ def inputs() -> Tensor:
 
 def estimates(hardware: str = "cpu-gloo", world: int = 1, **options: Any) -> list[Estimate]:
     """Without and with outputs held."""
-    plan = graphshard.plan(
-        Model(), BlockPolicy({nn.Linear}), world_size=world, example_inputs=(inputs(),)
-    )
+    backend = Hardware.load(hardware).process_group_backend
+    asked = {"example_inputs": (inputs(),), "process_group_backend": backend}
+    plan = graphshard.plan(Model(), BlockPolicy({nn.Linear}), world_size=world, **asked)
     common = {"hardware": hardware, "optimizer": "none", **options}
     return [graphshard.simulate(plan, holds_outputs=held, **common) for held in (False, True)]
 

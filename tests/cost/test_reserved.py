@@ -35,7 +35,7 @@ BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 
 
 @cache
-def estimate(world: int = 8, **fields) -> Estimate:
+def estimate(world: int = 8, hardware: str = "h100-sxm", **fields) -> Estimate:
     """The estimate of a GPT of two blocks, 512 wide, so that most of its tensors are large."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab=2048, layers=2, heads=4, width=512))
@@ -43,7 +43,7 @@ def estimate(world: int = 8, **fields) -> Estimate:
     return graphshard.simulate(
         model,
         policy=BlockPolicy({Block}, **fields),
-        hardware="h100-sxm",
+        hardware=hardware,
         world_size=world,
         example_inputs=(tokens, tokens),
     )
@@ -193,7 +193,7 @@ def test_a_device_that_is_full_at_times_makes_do_with_less():
 
 
 def test_hosts_have_no_allocator_to_reserve_anything():
-    predicted = estimate().with_hardware("cpu-gloo")
+    predicted = estimate(hardware="cpu-gloo")
     assert predicted.reserved is None
     assert predicted.overheads is None
     assert predicted.reserved_bytes == predicted.device_bytes == predicted.peak_bytes

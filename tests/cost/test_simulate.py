@@ -87,7 +87,11 @@ def test_parameters_gathered_together_belong_to_their_own_units():
 
 def test_a_captured_program_is_one_rank_s():
     program = toys.blocks()
-    estimate = graphshard.simulate(program, **COMMON)
+    with pytest.raises(CostError, match="is for cpu, and h100-sxm runs programs for cuda"):
+        graphshard.simulate(program, **COMMON)
+    estimate = graphshard.simulate(program, hardware="cpu-gloo")
+    with pytest.raises(CostError, match="is for cpu, and h200 runs programs for cuda"):
+        estimate.with_hardware("h200")
     assert estimate.communication_seconds == 0
     assert estimate.valley_bytes > 0
 
@@ -106,22 +110,23 @@ def test_a_model_and_its_plan_cost_the_same_however_they_are_given():
 
 
 def test_a_sharded_module_is_simulated_by_the_program_that_trains():
+    host = {"hardware": "cpu-gloo"}
     model = GPT(GPTConfig(vocab=64, layers=2, heads=2, width=64))
     sharded = graphshard.compile(model, BLOCKS)
     with pytest.raises(CostError, match="has captured no program yet; give example_inputs"):
-        graphshard.simulate(sharded, **COMMON)
+        graphshard.simulate(sharded, **host)
     sharded(TOKENS, TOKENS).backward()
     with torch.no_grad():
         sharded(TOKENS, TOKENS)
     training, inference = sharded.programs
     assert same(
-        graphshard.simulate(sharded, **COMMON),
-        graphshard.simulate(training, plan=sharded.plan, **COMMON),
+        graphshard.simulate(sharded, **host),
+        graphshard.simulate(training, plan=sharded.plan, **host),
     )
-    chosen = graphshard.simulate(inference, plan=sharded.plan, **COMMON)
-    assert chosen.peak_bytes < graphshard.simulate(sharded, **COMMON).peak_bytes
-    longer = graphshard.simulate(sharded, example_inputs=(TOKENS.tile(2, 1),) * 2, **COMMON)
-    assert longer.flops == 2 * graphshard.simulate(training, **COMMON).flops
+    chosen = graphshard.simulate(inference, plan=sharded.plan, **host)
+    assert chosen.peak_bytes < graphshard.simulate(sharded, **host).peak_bytes
+    longer = graphshard.simulate(sharded, example_inputs=(TOKENS.tile(2, 1),) * 2, **host)
+    assert longer.flops == 2 * graphshard.simulate(training, **host).flops
     assert len(sharded.programs) == 3
 
 

@@ -95,9 +95,7 @@ def measured(rank: int, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[int
             sharded = compiled(fields)
             train(sharded, OPTIMIZERS[name](sharded.parameters()))
             torch.cuda.synchronize()
-            said = graphshard.simulate(
-                sharded, hardware=machine(), optimizer=name, backend="nccl"
-            ).reserved
+            said = graphshard.simulate(sharded, hardware=machine(), optimizer=name).reserved
             assert said is not None
             real = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             found[f"{case}, {name}"] = (*real, said.allocated, said.bytes)
@@ -136,11 +134,9 @@ def within_limits(rank: int, draws: int, seed: int) -> list[tuple[str, bool, boo
         start_over()
         torch.cuda.set_per_process_memory_fraction(1.0)
         sharded = compiled(CASES[case], width, rows)
-        said = graphshard.simulate(sharded, hardware=machine(), optimizer="adamw", backend="nccl")
+        said = graphshard.simulate(sharded, hardware=machine(), optimizer="adamw")
         capacity = int(said.reserved_bytes * drawn.uniform(0.8, 1.02))
-        fits = graphshard.simulate(
-            sharded, hardware=machine(capacity), optimizer="adamw", backend="nccl"
-        ).fits
+        fits = graphshard.simulate(sharded, hardware=machine(capacity), optimizer="adamw").fits
         torch.cuda.set_per_process_memory_fraction(capacity / total)
         try:
             train(sharded, OPTIMIZERS["adamw"](sharded.parameters()), rows)

@@ -64,7 +64,8 @@ X = torch.randn(96, 16, generator=torch.Generator().manual_seed(1))
 
 def program_of(**fields) -> Program:
     policy = graphshard.BlockPolicy({Wide}, merge_below=0, **fields)
-    made = graphshard.plan(Deep(), policy, world_size=2, example_inputs=(X,)).program
+    inputs = {"example_inputs": (X,), "device": "cpu"}
+    made = graphshard.plan(Deep(), policy, world_size=2, **inputs).program
     assert made is not None
     return made
 

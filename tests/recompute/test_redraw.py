@@ -93,6 +93,7 @@ def compiled(model: nn.Module, **fields: Any) -> Any:
 def program_of(model: nn.Module, **fields: Any) -> Program:
     options = {key: fields.pop(key) for key in ("device",) if key in fields}
     policy = graphshard.BlockPolicy({Block}, **fields)
+    options = {"device": "cpu", **options}
     made = graphshard.plan(model, policy, world_size=2, example_inputs=(X,), **options).program
     assert made is not None
     return made

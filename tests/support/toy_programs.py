@@ -328,6 +328,7 @@ def rewritten(
     """
     policy = gathering_at_need(policy or Policy())
     program = build(**options)
+    program.device = "cuda"  # that of the made-up machines
     units = UNITS.get(build, UNITS[blocks])
     plan = make_toy_plan(program, units, policy, world_size, mesh)
     run_passes(program, plan, default_passes(policy) if passes is None else passes)

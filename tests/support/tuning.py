@@ -35,7 +35,7 @@ def simulator_of(model: nn.Module, inputs, auto: AutoPolicy, ranks: int = 4) -> 
     blocks = Blocks(ModuleTree(model))
     space = Space(auto, blocks, (ranks,), auto.described())
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return Simulator(model, Captures(model, args, kwargs, "cpu"), space)
+    return Simulator(model, Captures(model, args, kwargs, space.hardware.program_device), space)
 
 
 # Live bytes, which are exact where all tensors are smaller than a segment of torch's allocator.
