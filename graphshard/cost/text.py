@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import floor, log10
 
+from graphshard.cost.advice import room_lines
 from graphshard.cost.estimate import Estimate, UnitEstimate
 from graphshard.cost.kernel_rates import EFFICIENT, WITHOUT_MASKS
 from graphshard.cost.reasons import Cause, Reason
@@ -106,6 +107,7 @@ def _head(estimate: Estimate) -> Iterator[str]:
     )
     if not estimate.fits and (padding := padding_text(estimate.plan)) is not None:
         yield f"padding    {padding}"
+    yield from map(sentence, room_lines(estimate))
     yield from device_lines(estimate)
 
 

@@ -7,12 +7,17 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from paths import EXAMPLES
 from simulations import simulate
 
 import graphshard
+from examples.gpt import GPT, Block, GPTConfig
+from graphshard import BlockPolicy
 from graphshard.cli.main import main
+from graphshard.cost.advice import room
 from graphshard.errors import CostError
+from graphshard.hardware.hardware import Hardware
 
 
 def test_what_a_unit_holds_and_when():
@@ -152,3 +157,36 @@ def test_the_command_compares_two_policies(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main([*common, *policies[:3], "block --speed 9"])
     assert "unrecognized arguments: --speed 9" in capsys.readouterr().err
+
+
+def test_what_would_make_room_does_and_frees_no_more_than_is_said():
+    def gpt(rows=8, world=4, **options):
+        with torch.device("meta"):
+            model = GPT(GPTConfig(vocab=512, layers=4, heads=4, width=256))
+            tokens = torch.zeros(rows, 256, dtype=torch.int64)
+        fields = {name: value for name, value in options.items() if name != "optimizer"}
+        return graphshard.simulate(
+            model,
+            policy=BlockPolicy({Block}, **fields),
+            hardware=Hardware.load("h100-sxm").with_(memory_bytes=1 << 20),
+            world_size=world,
+            example_inputs=(tokens, tokens),
+            optimizer=options.get("optimizer", "adamw"),
+        )
+
+    def frees(change, estimate, other):
+        said = room(estimate)[change]
+        assert 0 < estimate.peak_bytes - other.peak_bytes <= said
+
+    full = gpt()
+    assert not full.fits
+    frees("half the batch", full, gpt(rows=4))
+    frees('recompute="units"', full, gpt(recompute="units"))
+    frees('offload="activations"', full, gpt(offload="activations"))
+    frees('offload="params"', full, gpt(offload="params"))
+    frees("8 ranks", full, gpt(world=8))
+    frees('strategy="FULL_SHARD"', gpt(strategy="SHARD_GRAD_OP"), full)
+    small = {"recompute": "units", "rows": 1, "world": 1}
+    frees("a fused optimizer", gpt(**small), gpt(**small, optimizer="adamw-fused"))
+    assert "room       frees at most" in str(full)
+    assert "room" not in str(full.with_hardware("h100-sxm"))

@@ -12,13 +12,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from cuda_on_cpu import attention, draws, stream_queue
 from cuda_on_cpu.stream_queue import Use
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -172,12 +173,9 @@ class _Call:
 
     def _queued(self, by: Callable[..., Any]) -> Any:
         shapes, back = self._shapes()
-        filled: list[Tensor | None] = []  # by result; None: done in place, or no tensor
+        filled: list[Tensor | None] = []  # the results that `by` gives, in order; None: in place
 
-        def on_device(meta: Any) -> Any:
-            if not isinstance(meta, Tensor):
-                filled.append(None)
-                return meta
+        def on_device(meta: Tensor) -> Tensor:
             if id(meta) in back:
                 filled.append(None)
                 return back[id(meta)]
@@ -187,12 +185,16 @@ class _Call:
             filled.append(alias(made))
             return made
 
-        result = tree_map(on_device, shapes)
+        result = tree_map_only(Tensor, on_device, shapes)
+        expected = [isinstance(x, Tensor) for x in tree_flatten(shapes)[0]]
         args, kwargs = self._replaced(lambda x: self._given[id(x)][1], CPU, scalars=True)
 
         def job() -> None:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-                for to, value in zip(filled, tree_flatten(by(*args, **kwargs))[0], strict=True):
+                found = tree_flatten(by(*args, **kwargs))[0]
+                whole = len(found) == len(expected)  # or else `by` gives tensors alone
+                asked = expected if whole else [isinstance(x, Tensor) for x in found]
+                for to, value in zip(filled, compress(found, asked), strict=True):
                     # Meta functions give a size to statistics that evaluation leaves out, and to
                     # gradients that nobody asked for.
                     if to is not None and to.numel() and value is not None and value.numel():
