@@ -28,6 +28,7 @@ from graphshard.cli.compare_trace import add_compare_trace, trace_text
 from graphshard.cli.consolidate import add_consolidate
 from graphshard.cli.doctor import add_doctor, version_of
 from graphshard.cli.machine import set_machine
+from graphshard.cli.parser import CommandParser
 from graphshard.cli.policy import (
     POLICY_HELP,
     add_backend,
@@ -126,7 +127,7 @@ def _describe(result: object) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="graphshard", description="Plan and inspect sharded training steps, without ranks."
     )
     version = f"graphshard {version_of('graphshard')}, torch {torch.__version__}"
@@ -139,28 +140,44 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
 
-    dump = _add_command(commands, "dump", "write the plan and the rewritten program to files")
+    dump = _add_command(
+        commands, "dump", "write the plan and the rewritten program to files", "--out DIR"
+    )
     dump.add_argument("--out", required=True, type=Path, metavar="DIR", help="where to write them")
     add_hardware(dump)
     dump.set_defaults(run=run_dump)
 
-    simulate = _add_command(commands, "simulate", "predict time and memory of a training step")
+    simulate = _add_command(
+        commands, "simulate", "predict time and memory of a training step", "--hardware NAME|FILE"
+    )
     add_simulate(simulate)
     simulate.set_defaults(run=run_simulate)
 
     compare = _add_command(
-        commands, "compare", "predict a training step under two policies", several=True
+        commands,
+        "compare",
+        "predict a training step under two policies",
+        "--policy 'POLICY [FIELDS]' --hardware NAME|FILE",
+        several=True,
     )
     add_compare(compare)
     compare.set_defaults(run=run_compare)
 
     against = _add_command(
-        commands, "compare-trace", "set a trace of torch.profiler beside the predicted step"
+        commands,
+        "compare-trace",
+        "set a trace of torch.profiler beside the predicted step",
+        "--trace FILE --hardware NAME|FILE",
     )
     add_compare_trace(against)
     against.set_defaults(run=run_compare_trace)
 
-    report = _add_command(commands, "report", "write a page to look at: plan, timeline, memory")
+    report = _add_command(
+        commands,
+        "report",
+        "write a page to look at: plan, timeline, memory",
+        "--out FILE --hardware NAME|FILE",
+    )
     add_report(report)
     report.set_defaults(run=run_report)
 
@@ -177,10 +194,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_command(
-    commands: Any, name: str, summary: str, *, several: bool = False, any_policy: bool = False
+    commands: Any,
+    name: str,
+    summary: str,
+    required: str = "",
+    *,
+    several: bool = False,
+    any_policy: bool = False,
 ) -> argparse.ArgumentParser:
+    """Add a command on a model; `required` are options without which it does not run."""
+    policy = "" if any_policy else "--policy 'POLICY [FIELDS]' " if several else "--policy POLICY "
+    sizes = "(--world-size W | --mesh AxB" + (" | --ranks N-N)" if any_policy else ")")
     command: argparse.ArgumentParser = commands.add_parser(
         name,
+        usage=" ".join(f"%(prog)s FACTORY {policy}{sizes} {required} [OPTIONS]".split()),
         help=summary,
         description=summary,
         epilog=f"{FACTORY_HELP}\n{POLICY_HELP}",

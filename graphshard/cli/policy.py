@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphshard.cli.parser import CommandParser
 from graphshard.errors import PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import preset_names
@@ -35,7 +36,14 @@ POLICY is one of
 """
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 def parse_policy(text: str, **fields: Any) -> Policy:
@@ -109,7 +117,14 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     # An argument that is not given is left out of the namespace, so the policy's default applies.
     fields = command.add_argument_group("policy fields")
     unset: Any = argparse.SUPPRESS
-    fields.add_argument("--strategy", choices=[s.value for s in Strategy], default=unset)
+    strategies = [strategy.value for strategy in Strategy]
+    fields.add_argument(
+        "--strategy",
+        choices=strategies,
+        metavar="NAME",
+        default=unset,
+        help=f"{', '.join(strategies)} (default FULL_SHARD)",
+    )
     fields.add_argument(
         "--unit",
         action="append",
@@ -119,33 +134,66 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         help="make units of the modules whose whole name matches the shell pattern, with a "
         "strategy, reshard_after_forward or placement of their own; may be repeated",
     )
-    fields.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default=unset)
-    fields.add_argument("--forward-prefetch", type=int, metavar="N", default=unset)
+    fields.add_argument(
+        "--backward-prefetch",
+        choices=["pre", "post", "none"],
+        default=unset,
+        help="gather in backward before the compute of the unit that runs before (default), after "
+        "it, or when needed",
+    )
+    fields.add_argument(
+        "--forward-prefetch",
+        type=int,
+        metavar="N",
+        default=unset,
+        help="gather in forward N units ahead (default 1; 0 by Gloo on one host)",
+    )
     fields.add_argument(
         "--merge-below",
         type=parse_bytes,
         metavar="BYTES",
         default=unset,
-        help="gather and reduce neighbouring units together up to so many bytes of a rank; 0: none",
+        help="gather and reduce neighbouring units together up to so many bytes of a rank; 0: none "
+        "(default 1MiB, 512KiB by Gloo, 0 with a memory budget)",
     )
     fields.add_argument(
         "--reshard-after-forward",
         type=parse_reshard,
         metavar="true|false|K",
         default=unset,
-        help="free units after forward, keep them, or keep them in parts in groups of K ranks",
+        help="free units after forward, keep them, or keep them in parts in groups of K ranks "
+        "(default: as the strategy says)",
     )
-    fields.add_argument("--schedule", choices=list(SCHEDULES), default=unset)
-    fields.add_argument("--reshard-root", action="store_true", default=unset)
+    fields.add_argument(
+        "--schedule",
+        choices=list(SCHEDULES),
+        default=unset,
+        help="place communication in FSDP's order (default), or by estimated times",
+    )
+    fields.add_argument(
+        "--reshard-root", action="store_true", default=unset, help="free the root after forward"
+    )
     fields.add_argument(
         "--recompute",
         metavar="WHAT",
         default=unset,
         help="units, selective, budget, or module classes: A,B or selective,A,B",
     )
-    fields.add_argument("--cuda-graph", action="store_true", default=unset)
-    fields.add_argument("--check-finite", choices=ON_NON_FINITE, default=unset)
-    fields.add_argument("--sync-module-states", action="store_true", default=unset)
+    fields.add_argument(
+        "--cuda-graph", action="store_true", default=unset, help="replay steps as CUDA graphs"
+    )
+    fields.add_argument(
+        "--check-finite",
+        choices=ON_NON_FINITE,
+        default=unset,
+        help="tell where NaN or infinity begins",
+    )
+    fields.add_argument(
+        "--sync-module-states",
+        action="store_true",
+        default=unset,
+        help="take rank 0's weights and buffers",
+    )
     fields.add_argument(
         "--memory-budget",
         type=parse_bytes,
@@ -156,11 +204,16 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     fields.add_argument(
         "--param-dtype",
         choices=list(_DTYPES),
+        metavar="DTYPE",
         default=unset,
-        help="gather and compute in it (mixed precision)",
+        help="gather and compute in it (mixed precision): bf16, fp16, fp32, or torch's names",
     )
     fields.add_argument(
-        "--reduce-dtype", choices=list(_DTYPES), default=unset, help="reduce gradients in it"
+        "--reduce-dtype",
+        choices=list(_DTYPES),
+        metavar="DTYPE",
+        default=unset,
+        help="reduce gradients in it (default: --param-dtype)",
     )
     fields.add_argument(
         "--offload",
@@ -268,7 +321,7 @@ def policies_of(options: argparse.Namespace) -> list[tuple[Policy, str]]:
     """
     policies = []
     for text in options.policy:
-        parser = argparse.ArgumentParser(prog=f'--policy "{text}"', add_help=False)
+        parser = CommandParser(prog=f'--policy "{text}"', add_help=False)
         parser.add_argument("policy")
         add_policy_fields(parser)
         add_backend(parser)

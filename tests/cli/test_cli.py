@@ -309,6 +309,27 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: graphshard" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("plan f:g --polcy block --mesh 2", "there is no option --polcy; did you mean --policy?"),
+        ("plan f:g --policy block --wold-size=2", "did you mean --world-size?"),
+        ("plan f:g --policy block --world-size 2 --stratgy x", "did you mean --strategy?"),
+        ("plan f:g more --policy block --world-size 2", "unrecognized arguments: more"),
+        ("dump f:g --policy block --mesh 2 --zzz", "following arguments are required: --out"),
+    ],
+)
+def test_a_misspelt_option_is_told_from_a_missing_one(
+    arguments: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: graphshard ")
+    assert usage.endswith(" [OPTIONS]")
+    assert meant in error
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
