@@ -27,6 +27,7 @@ from graphshard.cli.calibrate import add_calibrate
 from graphshard.cli.compare_trace import add_compare_trace, trace_text
 from graphshard.cli.consolidate import add_consolidate
 from graphshard.cli.doctor import add_doctor, version_of
+from graphshard.cli.from_config import PREFIX, model_of_config
 from graphshard.cli.machine import set_machine
 from graphshard.cli.parser import CommandParser
 from graphshard.cli.policy import (
@@ -58,6 +59,10 @@ arguments and on the meta device, so a model of any size costs no memory, and re
     (model, args)             args: a tuple of example inputs
     (model, args, kwargs)     kwargs: a dict of example keyword inputs
 
+hf:CONFIG[@BATCHxTOKENS] in its place is a language model of transformers: CONFIG is a config.json,
+its folder, or the id of a model in the local cache; a step trains on one sequence of 2,048 tokens,
+or of as many as the model takes, unless @BATCHxTOKENS says how many.
+
 Example inputs need shapes and dtypes only. With them the step is also captured, rewritten and
 verified.
 """
@@ -77,7 +82,11 @@ class ModelAndInputs:
 
 
 def load_model(spec: str) -> ModelAndInputs:
-    """Import and call the factory `spec`, "pkg.module:function" (see `FACTORY_HELP`)."""
+    """The model of `spec`: of a factory or of transformers (see `FACTORY_HELP`)."""
+    if spec.startswith(PREFIX):
+        with torch.device("meta"):
+            model, inputs = model_of_config(spec)
+        return ModelAndInputs(model, (), inputs)
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise PlanError(f"a factory is written pkg.module:function; got {spec!r}")
