@@ -21,6 +21,7 @@ from graphshard.planning.model_checks import require_module, without_compiler
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import (
     make_plan,
+    mesh_sizes,
     name_of_all_reduce,
     require_backend,
     require_policy,
@@ -199,7 +200,7 @@ def plan(
     policy: Policy | AutoPolicy,
     *,
     world_size: int | None = None,
-    mesh_shape: Sequence[int] | None = None,
+    mesh_shape: Sequence[int] | str | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
@@ -218,7 +219,7 @@ def plan(
             example inputs.
         world_size: number of ranks. None: that of `mesh_shape`, or 1.
         mesh_shape: the mesh of the ranks, `(ranks,)` or, for the HYBRID strategies, `(replicas,
-            ranks to shard over)`. None: `(world_size,)`.
+            ranks to shard over)`, also as "2x4". None: `(world_size,)`.
         example_inputs: as for `compile`. With them the step is captured, rewritten and verified,
             and `plan.program` is the rewritten program; otherwise it is None.
         example_kwargs: keyword arguments of that call.
@@ -245,7 +246,7 @@ def plan(
         require_policy(policy)
     device, process_group_backend = _place(policy, device, process_group_backend)
     sizes = Dynamic.of(model, dynamic)
-    shape = None if mesh_shape is None else tuple(mesh_shape)
+    shape = None if mesh_shape is None else mesh_sizes(mesh_shape)
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
     most = world_size if process_group_backend == "gloo" else 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphshard.api import plan as plan_model
@@ -20,6 +20,7 @@ from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.planner import mesh_sizes
 from graphshard.planning.searched import asks_for_hardware
 from graphshard.policy.base import Policy
 from graphshard.policy.fields import is_int
@@ -35,7 +36,7 @@ def simulate(
     policy: Policy | None = None,
     hardware: Hardware | str | os.PathLike[str],
     world_size: int | None = None,
-    mesh_shape: Sequence[int] | None = None,
+    mesh_shape: Sequence[int] | str | None = None,
     gpus_per_node: int | None = None,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -63,7 +64,7 @@ def simulate(
         policy: for a model. A schedule="overlap" without hardware uses `hardware`.
         hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
         world_size: number of ranks, for a model.
-        mesh_shape: the mesh of the ranks, for a model.
+        mesh_shape: the mesh of the ranks, for a model; as for `graphshard.plan`.
         gpus_per_node: ranks on a node. None: as in `hardware`; 8 in the presets of GPUs.
         example_inputs: positional arguments of a call.
         example_kwargs: keyword arguments of that call.
@@ -125,7 +126,7 @@ class SimulationArguments:
     plan: ShardingPlan | None = None
     policy: Policy | None = None
     world_size: int | None = None
-    mesh_shape: Sequence[int] | None = None
+    mesh_shape: Sequence[int] | str | None = None
     example_inputs: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
 
@@ -249,7 +250,7 @@ def _plan_of_model(model: nn.Module, arguments: SimulationArguments) -> Sharding
             "a model is simulated on a number of ranks; give world_size= (1 for a single device) "
             "or mesh_shape="
         )
-    ranks = arguments.world_size or torch.Size(arguments.mesh_shape or (1,)).numel()
+    ranks = arguments.world_size or prod(mesh_sizes(arguments.mesh_shape or (1,)))
     by_gloo = arguments.machine.process_group_backend == "gloo"
     return plan_model(
         model,

@@ -21,7 +21,7 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
     CONFIG is a config.json, the folder of one, or the id of a model in the local cache; the batch
     is one sequence of 2,048 tokens, or as many as the model takes, unless `spec` says. The model is
     of the class that the configuration names, or else for causal language modelling, keeps no cache
-    of keys and values, and lies where torch's default device says.
+    of keys and values, and lies where torch's default device says; the inputs are on meta.
 
     Raises:
         PlanError: transformers is missing, or has no such model, or it is none of language.
@@ -54,7 +54,7 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
     config.use_cache = False
     longest = min(_TOKENS, getattr(config, "max_position_embeddings", None) or _TOKENS)
     batch, tokens = map(int, sizes.split("x")) if sizes else (1, longest)
-    ids = torch.zeros(batch, tokens, dtype=torch.int64)
+    ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
     try:
         by_config = transformers.AutoModelForCausalLM.from_config
         model: nn.Module = by_config(config) if made is None else made(config)

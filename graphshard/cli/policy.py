@@ -7,13 +7,11 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from graphshard.cli.parser import CommandParser
-from graphshard.errors import PolicyError
+from graphshard.errors import PlanError, PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import preset_names
-from graphshard.planning.planner import BACKENDS
+from graphshard.planning.planner import BACKENDS, mesh_sizes
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import (
     OFFLOADS,
@@ -22,7 +20,7 @@ from graphshard.policy.base import (
 )
 from graphshard.policy.by_module import ModulePolicy
 from graphshard.policy.deepspeed import from_deepspeed
-from graphshard.policy.precision import MixedPrecision
+from graphshard.policy.precision import DTYPES, MixedPrecision
 from graphshard.policy.units import BlockPolicy, Policy, SizePolicy, Strategy
 
 POLICY_HELP = """\
@@ -34,16 +32,6 @@ POLICY is one of
     accelerate:FILE   what an Accelerate configuration asks for
     deepspeed:FILE    what a DeepSpeed configuration asks for
 """
-
-
-_DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 def parse_policy(text: str, **fields: Any) -> Policy:
@@ -95,9 +83,9 @@ def parse_bytes(text: str) -> int:
 def parse_mesh(text: str) -> tuple[int, ...]:
     """Parse a mesh shape, such as "8" or "2x4"."""
     try:
-        return tuple(int(size) for size in text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a mesh: sizes as in 8 or 2x4") from None
+        return mesh_sizes(text)
+    except PlanError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_reshard(text: str) -> bool | int:
@@ -203,14 +191,14 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     )
     fields.add_argument(
         "--param-dtype",
-        choices=list(_DTYPES),
+        choices=list(DTYPES),
         metavar="DTYPE",
         default=unset,
         help="gather and compute in it (mixed precision): bf16, fp16, fp32, or torch's names",
     )
     fields.add_argument(
         "--reduce-dtype",
-        choices=list(_DTYPES),
+        choices=list(DTYPES),
         metavar="DTYPE",
         default=unset,
         help="reduce gradients in it (default: --param-dtype)",
@@ -286,10 +274,9 @@ def fields_of(options: argparse.Namespace) -> dict[str, Any]:
         fields["hardware"] = values["hardware"]
     if "recompute" in fields:
         fields["recompute"] = fields["recompute"].split(",")
-    param_dtype = _DTYPES.get(values.get("param_dtype", ""))
-    reduce_dtype = _DTYPES.get(values.get("reduce_dtype", ""))
-    if param_dtype or reduce_dtype:
-        fields["mixed_precision"] = MixedPrecision(param_dtype, reduce_dtype)
+    dtypes = {name: values[name] for name in ("param_dtype", "reduce_dtype") if name in values}
+    if dtypes:
+        fields["mixed_precision"] = MixedPrecision(**dtypes)
     return fields
 
 

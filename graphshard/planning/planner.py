@@ -285,6 +285,23 @@ _PLAIN_OF = {
 _HYBRID_OF = {plain: hybrid for hybrid, plain in _PLAIN_OF.items()}
 
 
+def mesh_sizes(mesh_shape: Sequence[int] | str) -> tuple[int, ...]:
+    """The sizes of a mesh that is given by them, or as text: "8" or "2x4".
+
+    Raises:
+        PlanError: they are no whole numbers of at least 1.
+    """
+    sizes: tuple[Any, ...] = tuple(mesh_shape)
+    if isinstance(mesh_shape, str):
+        sizes = tuple(int(size) if size.isdecimal() else size for size in mesh_shape.split("x"))
+    if any(type(size) is not int or size < 1 for size in sizes):
+        raise PlanError(
+            "the sizes of a mesh are whole numbers, 1 or more, as in (2, 4) or 2x4; got "
+            f"{mesh_shape!r}"
+        )
+    return sizes
+
+
 def checked_mesh(
     world_size: int, mesh_shape: Sequence[int] | None, policy: Policy
 ) -> tuple[int, ...]:
@@ -302,9 +319,7 @@ def checked_mesh(
                 "mesh_shape=(replicas, ranks to shard over)"
             )
         return (world_size,)
-    shape = tuple(mesh_shape)
-    if any(type(size) is not int or size < 1 for size in shape):
-        raise PlanError(f"the sizes of a mesh are whole numbers, 1 or more; got {shape}")
+    shape = mesh_sizes(mesh_shape)
     if prod(shape) != world_size:
         raise PlanError(
             f"a mesh of shape {shape} has {prod(shape)} ranks, but world_size is {world_size}; "

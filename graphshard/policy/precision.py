@@ -16,7 +16,17 @@ def _is_floating_dtype(value: object) -> bool:
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
-_DTYPE: Check = (_is_floating_dtype, "a floating-point torch.dtype or None")
+_DTYPE: Check = (_is_floating_dtype, "a floating-point torch.dtype, its name or None")
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+"""By the names that a field, or an option of the command line, may give instead."""
 
 
 _CHECKS = {
@@ -37,6 +47,8 @@ class MixedPrecision:
     floating-point tensors are cast. A BatchNorm module always computes in the dtype of its own
     parameters and buffers, usually float32: its input is cast to it, and its output back to the
     dtype of the input.
+
+    A dtype may be given by name, such as "bf16" or "bfloat16".
 
     The semantics are those of FSDP2's MixedPrecisionPolicy, except that `buffer_dtype`,
     `keep_low_precision_grads` and BatchNorm follow FSDP1's MixedPrecision.
@@ -69,6 +81,10 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            name = getattr(self, field.name)
+            if isinstance(name, str) and name in DTYPES:
+                object.__setattr__(self, field.name, DTYPES[name])
         check_fields(self, _CHECKS, prefix="mixed_precision: ")
 
     def __str__(self) -> str:

@@ -339,6 +339,13 @@ def _by_node(device: torch.device) -> tuple[int, int]:
             f"the nodes, and {reason}; start ranks with torchrun, which sets LOCAL_WORLD_SIZE, or "
             "pass mesh=init_device_mesh(device, (replicas, ranks to shard over))"
         )
+    if 1 < world_size == ranks:
+        warnings.warn(
+            f"a HYBRID strategy without a mesh replicates over nodes, and all {ranks} ranks are on "
+            "one: nothing is replicated, as by the strategy without HYBRID_; pass mesh= for groups "
+            "within the node",
+            stacklevel=2,
+        )
     return world_size // ranks, ranks
 
 

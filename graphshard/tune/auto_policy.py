@@ -61,7 +61,7 @@ class AutoPolicy(PolicyRequest):
         example_inputs: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
         world_size: int | None = None,
-        mesh_shape: Sequence[int] | None = None,
+        mesh_shape: Sequence[int] | str | None = None,
         device: torch.device | str | None = None,
         progress: Stages | None = None,
     ) -> Tuning:
@@ -72,7 +72,7 @@ class AutoPolicy(PolicyRequest):
             example_inputs: positional arguments of a call: real, meta or fake.
             example_kwargs: keyword arguments of that call.
             world_size: number of ranks. None: that of `mesh_shape`.
-            mesh_shape: `(ranks,)`, or `(replicas, ranks to shard over)` for a HYBRID strategy.
+            mesh_shape: as for `graphshard.plan`.
                 None: `(world_size,)`.
             device: the device that the model will run on. None: that of the hardware.
             progress: shows each stage. None: a bar on stderr, if that is a terminal.

@@ -14,7 +14,7 @@ from graphshard.cost.estimate import Estimate
 from graphshard.errors import PolicyError
 from graphshard.pipeline import passes_of, with_capture_warnings
 from graphshard.planning.model_checks import check_model, require_module
-from graphshard.planning.planner import checked_mesh, ignored_by
+from graphshard.planning.planner import checked_mesh, ignored_by, mesh_sizes
 from graphshard.policy.base import Policy
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree
@@ -39,7 +39,7 @@ def tune(
     example_kwargs: Mapping[str, Any] | None,
     *,
     world_size: int | None = None,
-    mesh_shape: Sequence[int] | None = None,
+    mesh_shape: Sequence[int] | str | None = None,
     device: torch.device | str | None = None,
     progress: Stages | None = None,
     captures: Captures | None = None,
@@ -81,11 +81,11 @@ def tune(
 
 
 def _mesh(
-    auto: PolicyRequest, world_size: int | None, mesh_shape: Sequence[int] | None
+    auto: PolicyRequest, world_size: int | None, mesh_shape: Sequence[int] | str | None
 ) -> tuple[int, ...]:
     if world_size is None and mesh_shape is None:
         raise PolicyError("AutoPolicy needs a number of ranks; give world_size= or mesh_shape=")
-    shape = None if mesh_shape is None else tuple(mesh_shape)
+    shape = None if mesh_shape is None else mesh_sizes(mesh_shape)
     ranks = torch.Size(shape or (1,)).numel() if world_size is None else world_size
     strategy = Strategy.FULL_SHARD if is_auto(auto.strategy) else Strategy(auto.strategy)
     return checked_mesh(ranks, shape, Policy(strategy=strategy))

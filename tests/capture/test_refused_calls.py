@@ -253,3 +253,13 @@ def test_a_capture_inside_torch_compile_is_refused() -> None:
     capture = torch.compile(lambda x: sharded.capture((x,), {}), backend="eager")
     with pytest.raises(RuntimeStateError, match=r"inside torch\.compile; call it outside"):
         capture(X)
+
+
+def test_a_misspelt_keyword_is_told_with_the_one_that_was_meant() -> None:
+    class WithTargets(nn.Linear):
+        def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    sharded = graphshard.compile(WithTargets(2, 2), graphshard.SizePolicy(1))
+    with pytest.raises(CaptureError, match="keyword argument 'tragets'; did you mean targets"):
+        sharded(torch.zeros(1, 2), tragets=None)

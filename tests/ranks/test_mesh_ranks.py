@@ -149,6 +149,11 @@ def nodes_without_a_mesh(rank: int) -> None:
     three = init_device_mesh("cpu", (1, 2, 2))
     with pytest.raises(PolicyError, match="got one of 3 dimensions; pass one or two of them"):
         graphshard.compile(TiedGPT(1), BLOCK, mesh=three)
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="4"),
+        pytest.warns(UserWarning, match="all 4 ranks are on one: nothing is replicated"),
+    ):
+        assert graphshard.compile(TiedGPT(1), BLOCK).plan.mesh_shape == (1, 4)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         sharded = graphshard.compile(TiedGPT(1), BLOCK)
     assert sharded.plan.mesh_shape == (2, 2)

@@ -105,6 +105,36 @@ def test_forward_gathers_ahead_where_something_can_run_beside(
     assert simulated == events
 
 
+def test_a_plan_is_for_the_machine_it_is_asked_about() -> None:
+    model, policy = nn.Linear(2, 2), graphshard.SizePolicy(1)
+    cpu = graphshard.SizePolicy(1, schedule="overlap", hardware="cpu-gloo")
+
+    def place(policy: graphshard.Policy, **asked: str) -> tuple[str, str]:
+        made = graphshard.plan(
+            model, policy, world_size=2, example_inputs=(torch.zeros(1, 2),), **asked
+        )
+        assert made.program is not None
+        return made.program.device, made.process_group_backend
+
+    assert place(policy) == ("cuda", "nccl")
+    assert place(policy, device="cpu") == ("cpu", "gloo")
+    assert place(policy, process_group_backend="gloo") == ("cpu", "gloo")
+    assert place(policy, device="cuda", process_group_backend="gloo") == ("cuda", "gloo")
+    assert place(cpu) == ("cpu", "gloo")
+    with pytest.raises(PolicyError, match="connects CUDA devices, and the program is for the CPU"):
+        place(policy, device="cpu", process_group_backend="nccl")
+
+
+def test_meshes_and_dtypes_may_be_text() -> None:
+    model = nn.Linear(2, 2)
+    precision = graphshard.MixedPrecision("bf16", "float32")
+    assert precision == graphshard.MixedPrecision(torch.bfloat16, torch.float32)
+    policy = graphshard.SizePolicy(1, strategy="HYBRID_SHARD", mixed_precision=precision)
+    assert graphshard.plan(model, policy, mesh_shape="2x4").mesh_shape == (2, 4)
+    with pytest.raises(PlanError, match=r"whole numbers, 1 or more, as in .* or 2x4; got '2y4'"):
+        graphshard.plan(model, policy, mesh_shape="2y4")
+
+
 def test_an_unknown_process_group_backend_is_refused() -> None:
     with pytest.raises(PolicyError, match='must be "nccl" or "gloo"; got \'mpi\''):
         graphshard.plan(nn.Linear(2, 2), graphshard.SizePolicy(1), process_group_backend="mpi")
