@@ -1,3 +1,5 @@
+import os
+
 import torch
 from gpt import GPT, Block, GPTConfig
 
@@ -8,8 +10,9 @@ with torch.device("meta"):
 idx, targets = torch.randint(256, (2, 8, 128))
 sharded = graphshard.compile(model, graphshard.BlockPolicy({Block}), example_inputs=(idx, targets))
 sharded.init_weights(seed=0)
-print(sharded.plan)
 optimizer = torch.optim.AdamW(sharded.parameters(), lr=3e-4)
 loss = sharded(idx, targets)
 loss.backward()
 optimizer.step()
+if os.environ.get("RANK", "0") == "0":  # one rank prints
+    print(sharded.plan, f"loss {loss.item():.3f}", sep="\n\n")

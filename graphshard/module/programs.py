@@ -579,7 +579,7 @@ def _description(call: Call, key: CallKey) -> dict[str, str]:
     described["gradients of parameters"] = (
         f"accumulated as {accumulates}s"
         if accumulates
-        else "reduced with accumulated ones"
+        else "reduced, after those of no_sync() are added"
         if any(accumulated)
         else "reduced"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import warnings
@@ -26,6 +27,8 @@ from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.coalesced import coalesced
 from graphshard.torch_private.dtensors import let_meshes_mix
+
+logger = logging.getLogger("graphshard")
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -473,7 +476,7 @@ def usable_device(device: Any) -> torch.device:
 def join_launched_ranks() -> None:
     """Make the default process group if a launcher started several ranks and nobody made it.
 
-    As torch's `fully_shard`, by `init_process_group()`, so by the environment; a warning says so.
+    As torch's `fully_shard`, by `init_process_group()`, so by the environment; the log says so.
     """
     ranks = os.environ.get("WORLD_SIZE", "")
     launched = ranks.isdecimal() and int(ranks) > 1
@@ -488,10 +491,9 @@ def join_launched_ranks() -> None:
             "graphshard.compile, or unset WORLD_SIZE for a single process"
         )
     dist.init_process_group()
-    if os.environ["RANK"] == "0":
-        warnings.warn(
-            f"WORLD_SIZE is {ranks} in the environment and there was no process group, so "
-            "graphshard.compile called torch.distributed.init_process_group(); call it yourself "
-            "to choose its backend, and destroy_process_group() at the end",
-            stacklevel=4,  # the caller of compile
-        )
+    logger.info(
+        "WORLD_SIZE is %s in the environment and there was no process group, so "
+        "graphshard.compile called torch.distributed.init_process_group(); call it yourself to "
+        "choose its backend, and destroy_process_group() at the end",
+        ranks,
+    )

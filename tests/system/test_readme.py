@@ -78,7 +78,15 @@ def with_blocks(language: str) -> list[Path]:
 
 def test_the_example_is_the_one_in_the_folder_and_runs(examples: Path) -> None:
     assert blocks(MAIN, "python")[0] == (examples / "quickstart.py").read_text()
-    assert "sharding plan of GPT" in shell(f'"{sys.executable}" quickstart.py', examples)
+    one = shell(f'"{sys.executable}" quickstart.py', examples)
+    two = shell(
+        f'"{sys.executable}" -W error -m torch.distributed.run --standalone --nproc-per-node 2 '
+        "quickstart.py 2>&1",
+        examples,
+    )
+    for said in (one, two):
+        assert said.count("sharding plan of GPT") == said.count("\nloss 5.") == 1
+        assert "Warning" not in said
 
 
 @pytest.mark.parametrize("readme", with_blocks("python"), ids=name_of)
