@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graphshard.errors import PlanError
+from graphshard.runtime.calls import first_line
 
 PREFIX = "hf:"
 _TOKENS = 2048
@@ -20,8 +21,9 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
 
     CONFIG is a config.json, the folder of one, or the id of a model in the local cache; the batch
     is one sequence of 2,048 tokens, or as many as the model takes, unless `spec` says. The model is
-    of the class that the configuration names, or else for causal language modelling, keeps no cache
-    of keys and values, and lies where torch's default device says; the inputs are on meta.
+    of the class that the configuration names, or else for causal language modelling, in float32, as
+    weights to train are; it keeps no cache of keys and values, and lies where torch's default
+    device says; the inputs are on meta.
 
     Raises:
         PlanError: transformers is missing, or has no such model, or it is none of language.
@@ -36,11 +38,13 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
     if sizes and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", sizes):
         raise PlanError(f"{spec}: behind @ stands BATCHxTOKENS, such as 4x2048; got {sizes!r}")
     try:
-        config = transformers.AutoConfig.from_pretrained(place, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            place, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise PlanError(
             f"transformers finds no configuration at {place!r}, a config.json, its folder, or the "
-            f"id of a model in its cache ({str(error).splitlines()[0]})"
+            f"id of a model in its cache ({first_line(error)})"
         ) from error
     named = [*map(str, config.architectures or ())]
     made = next(
@@ -57,11 +61,15 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
     try:
         by_config = transformers.AutoModelForCausalLM.from_config
-        model: nn.Module = by_config(config) if made is None else made(config)
+        model: nn.Module = (
+            by_config(config, dtype=torch.float32, trust_remote_code=False)
+            if made is None
+            else made(config)
+        )
     except ValueError as error:
         raise PlanError(
             f"{place} names no class that transformers has ({', '.join(named) or 'none'}), and is "
-            f"none of a causal language model ({str(error).splitlines()[0]:.100}); give a factory "
+            f"none of a causal language model ({first_line(error):.100}); give a factory "
             "that returns the model and example inputs"
         ) from error
     return model, {"input_ids": ids, "labels": ids}

@@ -25,10 +25,11 @@ def room(estimate: Estimate) -> dict[str, int]:
     found = {"half the batch": (saved + held.get(AT_WORK, 0)) // 2}
     if policy.recompute is None:
         found['recompute="units"'] = saved
-    if not policy.offloads("activations"):
-        found['offload="activations"'] = saved
-    if not policy.offloads("params"):
-        found['offload="params"'] = kept
+    if not estimate.hardware.is_host:
+        if not policy.offloads("activations"):
+            found['offload="activations"'] = saved
+        if not policy.offloads("params"):
+            found['offload="params"'] = kept
     if estimate.optimizer == "adamw":
         found["a fused optimizer"] = temporary
     if strategy is Strategy.FULL_SHARD:
@@ -42,4 +43,4 @@ def room_lines(estimate: Estimate) -> Iterator[str]:
     """One line on what would make room; none if the step fits."""
     if not estimate.fits:
         freed = [f"{human_bytes(size)} by {name}" for name, size in room(estimate).items()]
-        yield f"room       frees at most {', '.join(freed)}; graphshard tune finds what fits"
+        yield f"room       frees at most {', '.join(freed)}; graphshard tune searches for what fits"
