@@ -92,27 +92,23 @@ def capture(
     target = torch.device(device)
     buffer = buffer or dict(model.named_buffers(remove_duplicate=False)).__getitem__
     example = model, args, kwargs or {}, target, grad, names, entry, precisions, buffer
+    errors: list[CaptureError] = []
     # In inference mode composite operators reach the trace whole, and take apart behind autocast.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        return _capture_by_some_trace(*example)
-
-
-def _capture_by_some_trace(*example: Any) -> Capture:
-    try:
-        return _capture_as_is_or_functional(*example)
-    except CaptureError as error:
-        if not _looks_at_values(error):
+        try:
+            return _capture_as_is_or_functional(*example)
+        except CaptureError as error:
+            if not _looks_at_values(error):
+                raise
+            _forget(error)
+        # Many models look at no values where `torch.compiler.is_compiling()` is true.
+        try:
+            return _capture_as_compiling(*example)
+        except FixedSizeError:
             raise
-        _forget(error)
-    # Many models look at no values where `torch.compiler.is_compiling()` is true.
-    try:
-        return _capture_as_compiling(*example)
-    except FixedSizeError:
-        raise
-    except CaptureError as error:
-        _forget(error)
-    errors: list[CaptureError] = []
-    captured = _capture_sizes_by_values(errors, *example)
+        except CaptureError as error:
+            _forget(error)
+        captured = _capture_sizes_by_values(errors, *example)
     _forget(*errors)
     return captured
 
