@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from graphshard.errors import GraphshardError, PlanError, PolicyError
 from graphshard.hardware.hardware import Hardware
 from graphshard.inspect.dump import dump_program
 from graphshard.planning.plan import ShardingPlan
+from graphshard.planning.searched import needs_groups
 from graphshard.policy.base import Policy
 from graphshard.progress import Progress
 
@@ -259,8 +261,11 @@ def _plan(
     policy_and_backend: tuple[Policy, str] | None = None,
 ) -> ShardingPlan:
     policy, backend = policy_and_backend or (policy_of(options), backend_of(options))
+    mesh = options.mesh
+    if mesh and policy_and_backend and not needs_groups(policy):
+        mesh = (prod(mesh),)  # of two policies, one may have groups
     machine = Hardware.load(getattr(options, "hardware", "h100-sxm"))
-    ranks = torch.Size(options.mesh).numel() if options.mesh else options.world_size or 1
+    ranks = prod(options.mesh) if options.mesh else options.world_size or 1
     by_gloo = machine.process_group_backend == "gloo"
     return graphshard.plan(
         loaded.model,
@@ -270,7 +275,7 @@ def _plan(
         process_group_backend=machine.process_group_backend,
         hosts=machine.nodes(ranks) if by_gloo else 1,
         world_size=options.world_size,
-        mesh_shape=options.mesh,
+        mesh_shape=mesh,
         example_inputs=loaded.args,
         example_kwargs=loaded.kwargs or None,
         progress=progress,

@@ -190,3 +190,13 @@ def test_what_would_make_room_does_and_frees_no_more_than_is_said():
     frees("a fused optimizer", gpt(**small), gpt(**small, optimizer="adamw-fused"))
     assert "room       frees at most" in str(full)
     assert "room" not in str(full.with_hardware("h100-sxm"))
+
+
+def test_a_policy_with_groups_is_compared_with_one_without(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    policies = ("--policy", "block:Block", "--policy", "block:Block --strategy HYBRID_SHARD")
+    where = ("--mesh", "2x8", "--hardware", "h100-sxm")
+    assert main(["compare", "factories:small", *policies, *where]) == 0
+    said = capsys.readouterr().out
+    assert "strategy  FULL_SHARD against HYBRID_SHARD" in said
+    assert "A on 16 ranks of h100-sxm\nB on 16 ranks of h100-sxm" in said
