@@ -274,9 +274,10 @@ def _policy(case: Case, model: nn.Module, batch: Any) -> graphshard.Policy:
         plain = graphshard.BlockPolicy(
             units, **{k: v for k, v in options.items() if k != "recompute"}
         )
-        shape = {"world_size": dist.get_world_size()}
+        shape: dict[str, Any] = {"world_size": dist.get_world_size()}
         if case.hybrid:
             shape = {"mesh_shape": (2, dist.get_world_size() // 2)}
+        shape["process_group_backend"] = "gloo"
         plan = graphshard.plan(model, plain, example_kwargs=batch, **shape)
         assert plan.program is not None
         options["memory_budget"] = int(0.9 * max(storages_of(plan.program).live()))
