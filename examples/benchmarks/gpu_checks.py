@@ -341,10 +341,7 @@ def predict(place: Place) -> Iterator[Row]:
                 stand_in(sharded)
             peak, between, seconds = step_of(sharded, place)
             peak, between = peak - libraries, between - libraries
-            backend = "nccl" if place.cuda else "gloo"
-            estimate = graphshard.simulate(
-                sharded, hardware=where, optimizer="adamw", backend=backend
-            )
+            estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw")
             del sharded
             gc.collect()  # what refers to itself counts as well
             for check, found, expected, bar, of, judged in (
