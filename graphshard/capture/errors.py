@@ -43,15 +43,16 @@ def explain_errors(model: nn.Module, environment: Any = None) -> Iterator[None]:
             raise kind(f"{error}\n  at {line}") from error
         raise
     except Exception as error:
-        line = user_line(error.__traceback__) or f"the forward of {type(model).__name__}"
-        reason = _reason(error, environment, line) + _meant(error, model)
+        found = user_line(error.__traceback__)
+        line = found or f"the forward of {type(model).__name__}"
+        reason = _reason(error, environment, line) + ("" if found else _meant(error, model))
         raise CaptureError(f"{reason}\n  at {line}") from error
 
 
 def _meant(error: Exception, model: nn.Module) -> str:
     """The argument of the model's forward that a misspelt keyword is like, as a question."""
     found = re.search(r"forward\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not isinstance(error, TypeError) or found is None or user_line(error.__traceback__):
+    if not isinstance(error, TypeError) or found is None:
         return ""
     like = difflib.get_close_matches(found[1], inspect.signature(model.forward).parameters, n=1)
     return f"; did you mean {like[0]}?" if like else ""

@@ -7,14 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from graphshard.errors import CheckpointError
 from graphshard.format import some_of
+from graphshard.policy.precision import DTYPES
 from graphshard.progress import Progress
 from graphshard.state.consolidate import plan_consolidation
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def add_consolidate(commands: Any, parse_bytes: Callable[[str], int]) -> None:
@@ -42,7 +39,7 @@ def add_consolidate(commands: Any, parse_bytes: Callable[[str], int]) -> None:
         "--key", help='of the dict that holds the model (default: "model", or the only one)'
     )
     command.add_argument(
-        "--dtype", choices=sorted(_DTYPES), help="of floating point values (default: as they are)"
+        "--dtype", choices=sorted(DTYPES), help="of floating point values (default: as they are)"
     )
     command.add_argument(
         "--trust", action="store_true", help="unpickle all of it, which may run its author's code"
@@ -62,7 +59,7 @@ def run_consolidate(options: argparse.Namespace, progress: Progress) -> str:
             options.out,
             key=options.key,
             max_shard_bytes=options.max_shard_size,
-            dtype=_DTYPES.get(options.dtype),
+            dtype=DTYPES.get(options.dtype),
             trust=options.trust,
         )
     with progress.stage("write tensors", total=len(consolidation.tensors)):

@@ -330,6 +330,21 @@ def test_a_misspelt_option_is_told_from_a_missing_one(
     assert meant in error
 
 
+def test_a_plan_is_for_its_hardware_and_dtypes_have_two_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def plan(*options: str) -> str:
+        arguments = ("plan", "factories:with_args", "--policy", "block:Layer", "--world-size", "4")
+        assert main([*arguments, *options]) == 0
+        return capsys.readouterr().out
+
+    assert "forward_prefetch=1 (by default on nccl)" in plan()
+    assert "forward_prefetch=0 (by default on gloo)" in plan("--hardware", "cpu-gloo")
+    named = plan("--param-dtype", "bfloat16", "--reduce-dtype", "float32")
+    assert named == plan("--param-dtype", "bf16", "--reduce-dtype", "fp32")
+    assert "param_dtype=bfloat16, reduce_dtype=float32" in named
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
