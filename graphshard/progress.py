@@ -102,10 +102,11 @@ class Progress:
             self._bars.refresh()
 
     def tell(self, text: str) -> None:
-        """Show a line of text above the bars, or among the lines."""
+        """Show lines of text above the bars, or among the lines."""
         if self._bars is not None:
             self._bars.console.print(text, markup=False, highlight=False)
-        self._write(f"{'  ' * self._depth}{text}")
+        for line in text.splitlines():
+            self._write(f"{'  ' * self._depth}{line}")
 
     def _write(self, text: str) -> None:
         if not self._writes and self._file is None:

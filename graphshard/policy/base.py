@@ -407,17 +407,18 @@ _NAMED = ("classes", "recompute")
 """Fields in which a class may be given by its name."""
 
 
-def policy_code(policy: Any) -> str:
+def policy_code(policy: Any, without: Collection[str] = ()) -> str:
     """Return an expression that `eval` turns into an equal policy after `import graphshard, torch`.
 
-    Fields with default values are left out. A class is written as its name where the field takes
-    names (a name matches no subclasses), else as its dotted import path. Functions, modules and
-    tensors cannot be written as code: their name or type is shown instead.
+    Fields with default values are left out, and those that `without` names. A class is written as
+    its name where the field takes names (a name matches no subclasses), else as its dotted import
+    path. Functions, modules and tensors cannot be written as code: their name or type is shown
+    instead.
     """
     arguments = []
     for index, field in enumerate(_in_call_order(policy)):
         value = getattr(policy, field.name)
-        if value == field.default:
+        if value == field.default or field.name in without:
             continue
         text = value_code(value, field.name in _NAMED)
         arguments.append(text if index == 0 else f"{field.name}={text}")

@@ -24,7 +24,7 @@ from graphshard.progress import Progress, Stages
 from graphshard.tune.bounds import Bound, Bounds
 from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import PLAIN, Candidate, CandidateGroup, rounded
-from graphshard.tune.tuning import EQUAL, CandidateResult
+from graphshard.tune.tuning import EQUAL, CandidateResult, brief, wrapped
 
 _GAIN = 0.05
 """The share by which "overlap" may be faster than FSDP's order; no bound, see README.md."""
@@ -167,9 +167,9 @@ class Search:
         text = f"{self.simulator.simulated} simulations, nothing fits so far"
         if best is not None:
             text = f"best so far: {human_seconds(best.seconds)} a step, {human_bytes(best.peak)}"
-            text += f", {self.space.policy(best.candidate)!r}" if is_new else ""
+            text += f", {brief(self.space.policy(best.candidate))}" if is_new else ""
             text += "" if is_new else f", after {self.simulator.simulated} simulations"
-        self.progress.tell(text)
+        self.progress.tell(wrapped(text, 4, 100))
 
     def best(self, results: Iterable[CandidateResult] | None = None) -> CandidateResult | None:
         """Return the fastest of `results` that fits; the simplest of those that are as fast."""

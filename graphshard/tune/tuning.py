@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.memory import SHARD_GRADIENTS
-from graphshard.format import human_bytes, human_seconds
+from graphshard.format import human_bytes, human_seconds, sentence
 from graphshard.planning.plan import ShardingPlan
-from graphshard.policy.base import Policy
+from graphshard.policy.base import Policy, policy_code
 from graphshard.program.storages import END, KINDS
 from graphshard.tune.space import Candidate
 
@@ -125,7 +126,7 @@ class Tuning:
         estimate = self.estimate
         skipped = ", ".join(f"{count} {why}" for why, count in self.groups.items() if count)
         lines = [
-            self.code,
+            wrapped(self.code),
             "",
             f"step       {self._step_text()}{human_seconds(estimate.step_seconds)}, of which "
             f"{human_seconds(estimate.exposed_seconds)} exposed communication; "
@@ -144,10 +145,11 @@ class Tuning:
             mark = "  chosen" if entry.policy == self.policy else ""
             time, size = human_seconds(entry.seconds), human_bytes(entry.bytes)
             slower = f"{longer:+.1%}" if abs(longer) > EQUAL else "equal"
-            lines.append(f"  {time:>8}  {slower:>7}  {size:>10}  {entry.policy!r}{mark}")
+            row = f"  {time:>8}  {slower:>7}  {size:>10}  {brief(entry.policy)}{mark}"
+            lines.append(wrapped(row, 35))
         if self.reasons:
             lines += ["", "why not:"]
-            lines += [f"  {what}: {why}" for what, why in self.reasons.items()]
+            lines += [sentence(f"{what}: {why}", "  ") for what, why in self.reasons.items()]
         return "\n".join(lines)
 
     def _further_text(self) -> str:
@@ -163,19 +165,39 @@ class Tuning:
         """Lines on what there was no time for."""
         if self.stopped_after is None:
             return []
-        shown = [f"             {policy!r}" for policy in self.untried[:_SHOWN]]
+        shown = [wrapped(f"{'':13}{brief(policy)}", 17) for policy in self.untried[:_SHOWN]]
         among = ", among others" if len(self.untried) > len(shown) else ""
         rest = f"; not tried{among}:" if shown else ""
-        return [
+        stopped = (
             f"stopped    by the limit of {self.stopped_after:g} s, in time to verify the best so "
-            f"far; more time may find a better one{rest}",
-            *shown,
-        ]
+            f"far; more time may find a better one{rest}"
+        )
+        return [sentence(stopped), *shown]
 
     def __rich__(self) -> RenderableType:
         from rich.text import Text
 
         return Text(str(self))
+
+
+_SHARED = ("hardware", "memory_budget", "mixed_precision")
+"""Fields that a search sets and does not choose."""
+
+
+def brief(policy: Policy) -> str:
+    """`policy` as code that is read, not pasted: without package and shared fields."""
+    return policy_code(policy, without=_SHARED).replace("graphshard.", "")
+
+
+def wrapped(code: str, indent: int = 4, columns: int = 120) -> str:
+    """`code` in lines of at most `columns`, if no argument is longer, broken between keywords."""
+    lines = [""]
+    for part in re.split(r"(?<=,) (?=\w+=)", code):
+        if lines[-1] and len(lines[-1]) + 1 + len(part) > columns:
+            lines.append(" " * indent + part)
+        else:
+            lines[-1] += f" {part}" if lines[-1] else part
+    return "\n".join(lines)
 
 
 def _step_seconds(estimate: Estimate, micro_batches: int) -> float:
