@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -17,7 +19,9 @@ import pytest
 import torch
 from paths import ROOT
 
+import graphshard
 from graphshard import BlockPolicy, LambdaPolicy, SizePolicy
+from graphshard.cli.main import build_parser
 
 MAIN = ROOT / "README.md"
 MEASURED = ROOT / "examples" / "benchmarks" / "README.md"
@@ -188,6 +192,37 @@ def test_scripts_take_the_options_they_are_shown_with(readme: Path) -> None:
         source = (ROOT / script).read_text()
         for option in re.findall(r"--[a-z][\w-]*", options):
             assert f'"{option}"' in source, f"{script} {option}"
+
+
+OF_MODELS = {"alpha", "blocks", "encode", "generate", "head", "scale", "score"}
+"""Attributes of users' models that a sharded module hands on."""
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_names_and_keywords_that_are_shown_exist(readme: Path) -> None:
+    """Also where a block is no program to run."""
+    text = readme.read_text()
+    for name, arguments in re.findall(r"\bsharded\.(\w+)(?:\(([^()]*)\))?", text):
+        assert name in OF_MODELS or hasattr(graphshard.ShardedModule, name), name
+        method = getattr(graphshard.ShardedModule, name, None)
+        if arguments and callable(method):
+            taken = inspect.signature(method).parameters
+            if all(each.kind != each.VAR_KEYWORD for each in taken.values()):
+                assert set(re.findall(r"(\w+)=", arguments)) <= set(taken), name
+    for path in re.findall(r"\bgraphshard((?:\.\w+)+)", text):
+        pkgutil.resolve_name(f"graphshard{path}")
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_commands_take_the_options_they_are_shown_with(readme: Path) -> None:
+    (choices,) = [a.choices for a in build_parser()._actions if isinstance(a.choices, dict)]
+    text = readme.read_text().replace("\\\n", " ")
+    shown = re.findall(r"`graphshard ([a-z][^`]*)`", text)
+    shown += re.findall(r"^(?:\$ )?graphshard ([a-z][^|\n]*)", text, re.MULTILINE)
+    for command in shown:
+        name, *words = command.split()
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert option in choices[name]._option_string_actions, command
 
 
 def test_the_main_page_is_short() -> None:
