@@ -321,7 +321,7 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """The argument, by its new and its old name."""
 
 
-_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS", "Rprop")
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS")
 """Classes of torch and transformers that raise in their first step on DTensors."""
 
 

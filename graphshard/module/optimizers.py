@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.errors import RuntimeStateError
+from graphshard.module.local_steps import step_locally
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import private
 from graphshard.torch_private.patches import patched_for_good, replace_dtensor_handler
@@ -49,15 +50,6 @@ def watch_originals(model: nn.Module, sharded: nn.Module) -> None:
     _watch_steps()
 
 
-def require_shards(optimizer: Optimizer) -> None:
-    """Check that `optimizer` holds no parameter of a model that was compiled."""
-    for param, origin in _originals(optimizer):
-        raise PolicyError(
-            f"the optimizer holds {origin.name!r}, of shape {list(param.shape)}, of the model that "
-            f"was given to graphshard.compile, which is not trained; {_INSTEAD}"
-        )
-
-
 def _originals(optimizer: Optimizer) -> Iterable[tuple[Tensor, _Origin]]:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -69,6 +61,7 @@ def _originals(optimizer: Optimizer) -> Iterable[tuple[Tensor, _Origin]]:
 @cache
 def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
+    step_locally()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -6,17 +6,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import graphshard.state as states
 from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.module.local_steps import declare_elementwise, require_elementwise
 from graphshard.module.on_all_ranks import on_all_ranks
-from graphshard.module.optimizers import require_shards
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.program.collective import GRADIENT, SHARD
 from graphshard.runtime.calls import listed
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from graphshard.module.internals import _State
-    from graphshard.state.local_steps import AnyOptimizer
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class TrainingMethods(TreeModule):
@@ -191,18 +191,17 @@ class TrainingMethods(TreeModule):
         elementwise: bool | None = None,
         **options: Any,
     ) -> AnyOptimizer:
-        """An optimizer of the trainable parameters that steps on this rank's plain tensors.
+        """An optimizer of the trainable parameters: `kind(sharded.parameter_groups(rule), ...)`.
 
-        `kind(sharded.parameter_groups(rule), **options)` in every respect, its values to the bit,
-        but for the time of a step: an operator on a DTensor costs tens of microseconds of the host,
-        and inside of `step` there is none. Groups and `state_dict()` hold DTensors; in
-        `optimizer.state` are this rank's parts of them. See `graphshard.state.local_steps`.
+        Inside of `step` an optimizer that updates each element by itself sees this rank's plain
+        tensors, since an operator on a DTensor costs tens of microseconds of the host; its groups
+        and state hold DTensors. That is so for the classes of torch.optim (but for Adafactor,
+        LBFGS, Muon and SparseAdam), whoever makes them; this call says it of others.
 
             optim = sharded.optimizer(torch.optim.AdamW, lr=3e-4, fused=True)
 
         Args:
-            kind: a class of torch.optim that updates each element by itself (all but Adafactor,
-                LBFGS, Muon and SparseAdam do).
+            kind: a class that updates each element by itself.
             rule: the options of a parameter by its name; see `parameter_groups`.
             elementwise: whether it does, if it is no class of torch.optim.
             options: of the optimizer.
@@ -215,26 +214,14 @@ class TrainingMethods(TreeModule):
             name = type(kind).__name__
             raise PolicyError(
                 f"optimizer takes a class and its options, as in optimizer({name}, lr=...); got an "
-                f"{name} that is made already, which step_locally() takes"
+                f"{name} that is made already, which needs no call: it steps as it is"
             )
         if isinstance(kind, type):
-            states.local_steps.require_elementwise(kind, elementwise)
+            require_elementwise(kind, elementwise)
         optimizer = kind(self.parameter_groups(rule), **options)
-        return self.step_locally(optimizer, elementwise=elementwise)
-
-    def step_locally(
-        self, optimizer: AnyOptimizer, *, elementwise: bool | None = None
-    ) -> AnyOptimizer:
-        """`optimizer`, made of `parameters()` by somebody else, as `optimizer()` would make it.
-
-        The same object. To be called before a learning rate scheduler is made of it.
-
-        Raises:
-            PolicyError: as `optimizer()`; or its `step` is wrapped already, or it holds parameters
-                of the model that was compiled, not of this module.
-        """
-        require_shards(optimizer)
-        return states.local_steps.step_locally(optimizer, elementwise)
+        require_elementwise(type(optimizer), elementwise)
+        declare_elementwise(optimizer)
+        return optimizer
 
     @contextmanager
     @on_all_ranks("writeback", "with_grads", "rank0_only", modules=listed)

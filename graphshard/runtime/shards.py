@@ -101,6 +101,11 @@ def count_steps(param: Tensor) -> None:
         setattr(param, _STEPS, 0)
 
 
+def is_shard(param: Tensor) -> bool:
+    """Whether `param` is one that a sharded module stores."""
+    return hasattr(param, _STEPS)
+
+
 def steps_of(param: Tensor) -> int:
     """The number of optimizer steps so far in which `param` had a gradient."""
     return getattr(param, _STEPS, 0)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from graphshard.state import checkpoints as checkpoints
     from graphshard.state import load as load
-    from graphshard.state import local_steps as local_steps
     from graphshard.state import optim as optim
     from graphshard.state import replicas as replicas
     from graphshard.state import save as save

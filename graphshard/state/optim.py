@@ -23,7 +23,6 @@ from graphshard.format import some_of
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
-from graphshard.state.local_steps import state_of
 from graphshard.state.replicas import checksum
 from graphshard.state.state_tensors import (
     Keeper,
@@ -101,7 +100,7 @@ def entries_of(module: nn.Module, bindings: Bindings, optim: torch.optim.Optimiz
         id(param): (
             param,
             state_tensors[id(param)].name,
-            state_of(optim, param) if param in optim.state else None,
+            optim.state.get(param),
         )
         for param_group in optim.param_groups
         for param in param_group["params"]

@@ -291,11 +291,6 @@ def find_infinities() -> Any:
     return torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let hooks run around the `step` of the class that `optimizer` has now."""
-    private_of(optimizer, "_patch_step_function")()
-
-
 def set_grad_dtype(param: torch.Tensor, dtype: torch.dtype) -> None:
     """Let `param.grad` be of `dtype`, other than the parameter's."""
     if not hasattr(torch.Tensor, "grad_dtype"):

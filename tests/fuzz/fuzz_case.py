@@ -20,7 +20,7 @@ class Case:
     rank says that it is a host of its own, and what is used far apart is moved apart at any size.
     mesh: shape of the mesh; empty for the default one.
     start: where the weights come from. dynamic: sizes are symbols. check: poison freed memory.
-    optimizer: name of the optimizer. local: whether it steps on plain tensors.
+    optimizer: name of the optimizer. on_dtensors: whether it steps on DTensors.
     steps: the protocol (`fuzz_protocol.STEPS`), in order.
     """
 
@@ -41,7 +41,7 @@ class Case:
     check: bool = False
     backend: str = "eager"
     optimizer: str = "sgd"
-    local: bool = False
+    on_dtensors: bool = False
     steps: tuple[str, ...] = ("train",)
 
     def __str__(self) -> str:

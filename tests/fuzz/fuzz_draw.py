@@ -89,7 +89,7 @@ def _draw(seed: int) -> Case:
         check=rng.random() < 0.25,
         backend="inductor" if compiled else "eager",
         optimizer="sgd" if kept else _optimizer(rng, optimizers, mixed=mixed),
-        local=rng.random() < 0.2,
+        on_dtensors=rng.random() < 0.2,
         steps=_steps(rng, 1 if compiled else 6, mixed=mixed, policy=policy),
     )
 

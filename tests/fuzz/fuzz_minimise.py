@@ -17,7 +17,7 @@ DROPPABLE = (
     "ranks",
     "tight",
     "far",
-    "local",
+    "on_dtensors",
     "root",
     "optimizer",
     "autocast",

@@ -75,14 +75,6 @@ def test_an_optimizer_of_the_original_model_does_not_step(before: bool) -> None:
         optim.step()
 
 
-def test_step_locally_refuses_the_original_model_s_parameters() -> None:
-    model = Net()
-    sharded = compiled(model)
-    with pytest.raises(PolicyError, match=r"blocks\.0\.fc\.weight.*make it of sharded\.parameters"):
-        sharded.step_locally(torch.optim.SGD(model.parameters()))
-    sharded.step_locally(torch.optim.SGD(sharded.parameters()))
-
-
 def test_the_original_model_may_be_trained_beside() -> None:
     model = Net()
     sharded = compiled(model)
