@@ -25,7 +25,7 @@ ON_CPU_THREADS := LD_PRELOAD=$(CURDIR)/$(CUDA_RUNTIME) PYTORCH_NVML_BASED_CUDA_C
 	CUDA_ON_CPU_DEVICES=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz fuzz-cuda cover lint format bench clean
+.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz fuzz-cuda cover docs lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
@@ -56,6 +56,12 @@ fuzz-cuda: $(CUDA_RUNTIME) ## the same on NCCL ranks, on a CUDA runtime made of 
 
 cover: $(VENV)/.test ## run every test and print line coverage
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
+
+docs: out/api.html ## write the API reference, a page of all public names, to out/api.html
+
+# pdoc makes one page of a package's public names, by its __all__, and reads Google's docstrings.
+out/api.html: .ci/api_page.py $(shell find graphshard passes -name '*.py') | $(VENV)/.docs
+	$(PY) .ci/api_page.py $@
 
 lint: $(VENV)/.dev ## check style and types
 	$(VENV)/bin/ruff check .
@@ -89,12 +95,17 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.test: $(VENV)/.base
 	@echo "installing graphshard and its test tools into $(VENV)"
 	@$(PIP_INSTALL) -e '.[test]'
+	@touch $@ $(VENV)/.demo $(VENV)/.docs
+
+$(VENV)/.docs: $(VENV)/.base
+	@echo "installing graphshard and what its API reference needs into $(VENV)"
+	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@ $(VENV)/.demo
 
 $(VENV)/.dev: $(VENV)/.base
 	@echo "installing graphshard and its development tools into $(VENV)"
 	@$(PIP_INSTALL) -e '.[test,dev]'
-	@touch $@ $(VENV)/.test $(VENV)/.demo
+	@touch $@ $(VENV)/.test $(VENV)/.demo $(VENV)/.docs
 
 $(CUDA_VENV)/.test: $(SOURCES)
 	@test -x $(CUDA_PY) || $(PYTHON) -m venv $(CUDA_VENV)
