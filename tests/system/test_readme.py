@@ -1,9 +1,10 @@
-"""The README files tell the truth: their Python runs, their commands print what they show."""
+"""READMEs and notebook tell the truth: their Python runs, their commands print what they show."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -24,6 +25,7 @@ from graphshard import BlockPolicy, LambdaPolicy, SizePolicy
 from graphshard.cli.main import build_parser
 
 MAIN = ROOT / "README.md"
+NOTEBOOK = ROOT / "examples" / "plan_a_70b.ipynb"
 MEASURED = ROOT / "examples" / "benchmarks" / "README.md"
 FOLDERS = ("graphshard", "passes", "examples", "tests")
 READMES = (
@@ -106,10 +108,20 @@ def test_python_is_in_the_examples_or_runs(readme: Path, examples: Path) -> None
     shell(f'"{sys.executable}" blocks.py', examples)
 
 
-@pytest.mark.skipif(
+def compare_or_write(path: Path, text: str, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--update-golden"):
+        path.write_text(text)
+    else:
+        assert text == path.read_text(), "if this is meant, run it with --update-golden"
+
+
+needs_pinned_torch = pytest.mark.skipif(
     not torch.__version__.startswith(str(PINNED and PINNED[1])),
     reason="other versions of torch decompose other operators",
 )
+
+
+@needs_pinned_torch
 @pytest.mark.parametrize(
     "readme",
     [
@@ -121,15 +133,40 @@ def test_python_is_in_the_examples_or_runs(readme: Path, examples: Path) -> None
 def test_commands_print_what_the_readme_shows(
     readme: Path, examples: Path, request: pytest.FixtureRequest
 ) -> None:
-    shown = text = readme.read_text()
+    text = readme.read_text()
     for block in blocks(readme, "console"):
         command = block.partition("\n")[0]
         assert command.startswith("$ ")
         text = text.replace(block, f"{command}\n{shell(command[2:], examples)}")
-    if request.config.getoption("--update-golden"):
-        readme.write_text(text)
-    else:
-        assert text == shown, "if this is meant, run pytest --update-golden tests/test_readme.py"
+    compare_or_write(readme, text, request)
+
+
+RUN_CELLS = """
+import contextlib, io, json, sys
+printed = []
+for cell in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(cell)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
+
+
+@needs_pinned_torch
+@pytest.mark.slow
+def test_cells_print_what_the_notebook_shows(
+    examples: Path, request: pytest.FixtureRequest
+) -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    (examples / "cells.json").write_text(json.dumps(["".join(cell["source"]) for cell in cells]))
+    (examples / "run_cells.py").write_text(RUN_CELLS)
+    printed = json.loads(shell(f'"{sys.executable}" run_cells.py <cells.json', examples))
+    for number, (cell, text) in enumerate(zip(cells, printed, strict=True), 1):
+        stream = {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
+        cell |= {"execution_count": number, "outputs": [stream]}
+    text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    compare_or_write(NOTEBOOK, text, request)
 
 
 def slugs(path: Path) -> set[str]:
