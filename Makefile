@@ -58,6 +58,7 @@ cover: $(VENV)/.test ## run every test and print line coverage
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
 
 docs: out/api.html ## write the API reference, a page of all public names, to out/api.html
+	@echo $<
 
 # pdoc makes one page of a package's public names, by its __all__, and reads Google's docstrings.
 out/api.html: .ci/api_page.py $(shell find graphshard passes -name '*.py') | $(VENV)/.docs
