@@ -90,8 +90,8 @@ def load_model(spec: str) -> ModelAndInputs:
             model, inputs = model_of_config(spec)
         return ModelAndInputs(model, (), inputs)
     module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute):
-        raise PlanError(f"a factory is written pkg.module:function; got {spec!r}")
+    if not (module_name and colon and attribute) or module_name.endswith(".py"):
+        raise PlanError(f"a factory is written pkg.module:function, without .py; got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -34,6 +34,8 @@ class _Origin:
 
 _origins: Any = WeakTensorKeyDictionary()  # of original parameters
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Sharded modules."""
 
 
 def watch_originals(model: nn.Module, sharded: nn.Module) -> None:
@@ -47,6 +49,7 @@ def watch_originals(model: nn.Module, sharded: nn.Module) -> None:
         shard = shards.get(name)
         if shard is not None and shard is not param:  # as an ignored one is
             _origins[param] = _Origin(name, weakref.ref(shard))
+    _modules.add(sharded)
     _watch_steps()
 
 
@@ -70,6 +73,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Each optimizer is looked at until it is known to be right. One of an original that has gradients
     of its own, as a reference has, is.
     """
+    for module in _modules:
+        _require_reduced(optimizer, module)
     if optimizer in _looked_at:
         return
     originals = list(_originals(optimizer))
@@ -84,6 +89,28 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "graphshard.compile, and the gradient is the sharded module's, so that this step "
                 f"would change nothing; {_INSTEAD}"
             )
+
+
+def _require_reduced(optimizer: Optimizer, sharded: Any) -> None:
+    """Refuse a step without gradients, where `no_sync()` has accumulated those of its shards."""
+    state = sharded._graphshard
+    accumulated = {fqn for _, fqn in state.bindings.accumulated.tensors}
+    if not accumulated:
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.grad is not None for param in params):
+        return
+    ids = set(map(id, params))
+    waiting = [
+        s.layout.fqn for s in state.shards if s.layout.fqn in accumulated and id(s.param) in ids
+    ]
+    if waiting:
+        raise RuntimeStateError(
+            f"this step would change nothing: the gradient of {waiting[0]!r} is accumulated by "
+            "no_sync() and not reduced yet; let the last backward before a step be of a forward "
+            "outside of no_sync(), also where an epoch ends early, or drop it by "
+            "sharded.zero_grad()"
+        )
 
 
 @cache

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -74,6 +75,11 @@ class TrainingMethods(TreeModule):
             CollectiveError: a rank makes another call, or none within the group's timeout. Nothing
                 was changed, as after every error.
         """
+        if not isinstance(max_norm, Real | Tensor):
+            raise PolicyError(
+                f"max_norm must be a number; got {type(max_norm).__name__}; the parameters are the "
+                "module's own, so write clip_grad_norm_(max_norm)"
+            )
         # With error_if_nonfinite the host waits for the norm anyway.
         with self._graphshard.bindings.agreement.part(waits=error_if_nonfinite) as part:
             norm = self._grad_norm(norm_type, foreach)
@@ -331,9 +337,12 @@ def _as_function(
     rules: Sequence[Any] = rule
     for pair in rules:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            got = f"got {pair!r}"
+            if isinstance(pair, Tensor | Mapping):
+                got = "got parameters, which are the module's own and need not be given"
             raise PolicyError(
                 "rule must be a function of (name, parameter), or hold pairs of a regular "
-                f"expression and a dict of options; got {pair!r}"
+                f"expression and a dict of options; {got}"
             )
         expression = re.compile(pair[0])
         if not any(map(expression.search, names)):

@@ -316,7 +316,8 @@ def checked_mesh(
             raise PolicyError(
                 f"strategy {strategy.value} shards over groups of ranks and replicates over the "
                 f"groups, and {world_size} ranks do not say how many make a group; pass "
-                "mesh_shape=(replicas, ranks to shard over)"
+                "mesh_shape=(replicas, ranks to shard over), on the command line "
+                "--mesh REPLICASxRANKS"
             )
         return (world_size,)
     shape = mesh_sizes(mesh_shape)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.errors import CostError, PolicyError
+from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware, preset_names
 from graphshard.policy.fields import FLAG, Check, check_fields, is_int
 from graphshard.policy.precision import MixedPrecision
@@ -51,7 +52,7 @@ _CHECKS: dict[str, Check] = {
     ),
     "memory_budget": (
         lambda value: value is None or (is_int(value) and value > 0),
-        "a positive int of bytes or None",
+        'a positive int of bytes, a text such as "20GiB", or None',
     ),
     "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
     "notes": (
@@ -191,6 +192,11 @@ class Policy:
             raise PolicyError(
                 f"strategy must be one of {names}; got {self.strategy!r}{numbers}"
             ) from None
+        if isinstance(self.memory_budget, str):
+            try:
+                object.__setattr__(self, "memory_budget", bytes_in(self.memory_budget))
+            except ValueError as error:
+                raise PolicyError(f"memory_budget: {error}") from None
         check_fields(self, _CHECKS)
         object.__setattr__(self, "notes", tuple(self.notes))
         object.__setattr__(self, "offload", _offload_set(self.offload))
@@ -317,7 +323,9 @@ _SHARED = tuple(f.name for f in fields(Policy))
 def _offload_set(offload: Collection[str] | str | None) -> frozenset[str] | None:
     if offload is None:
         return None
-    kinds = (offload,) if isinstance(offload, str) else tuple(offload)
+    kinds = (
+        (offload,) if isinstance(offload, str) or not isinstance(offload, Collection) else offload
+    )
     if not all(kind in OFFLOADS for kind in kinds):
         raise PolicyError(
             f"offload must be one of {', '.join(OFFLOADS)}, or several of them; got {offload!r}"
@@ -353,7 +361,11 @@ def as_set(name: str, value: Any) -> frozenset[Any]:
     try:
         return frozenset(value)
     except TypeError:
-        raise PolicyError(f"{name} must be a set of classes; got {value!r}") from None
+        got = repr(value)
+        if isinstance(value, nn.Module):
+            kind = type(value).__name__
+            got = f"a module, an instance of {kind}; pass its class, {{{kind}}}"
+        raise PolicyError(f"{name} must be a set of classes; got {got}") from None
 
 
 def text_of(value: Any) -> str:

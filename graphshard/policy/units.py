@@ -149,6 +149,12 @@ class LambdaPolicy(Policy):
         super().__post_init__()
         if not callable(self.fn):
             raise PolicyError(f"fn must be a function of a module; got {self.fn!r}")
+        if isinstance(self.fn, type) and issubclass(self.fn, nn.Module):
+            name = self.fn.__name__
+            raise PolicyError(
+                f"fn must be a function of a module; got the class {name}; write "
+                f"BlockPolicy({{{name}}}) to make a unit of each {name}"
+            )
 
     def select(self, tree: ModuleTree) -> list[str]:
         """See `Policy.select`."""

@@ -238,6 +238,11 @@ def meeting_group(
         except RuntimeError:  # which has no backend for this device; a mesh gets another group
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             return replace(group_of(mesh.get_group(0), device), mesh=mesh)
+    if mesh.get_coordinate() is None:
+        raise PolicyError(
+            f"the mesh has ranks {mesh.mesh.flatten().tolist()}, and this is rank "
+            f"{dist.get_rank()}; call this on the ranks of the mesh, or make one of all ranks"
+        )
     kind = mesh.device_type
     if device is None or torch.device(device).type != kind:
         device = kind

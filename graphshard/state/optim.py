@@ -141,6 +141,11 @@ def state_tensors_of_optimizer(
     module: nn.Module, bindings: Bindings, optim: torch.optim.Optimizer
 ) -> dict[int, StateTensor]:
     """Return the module's tensors by `id`."""
+    if not hasattr(optim, "param_groups"):
+        raise CheckpointError(
+            f"optim must be an optimizer made from sharded.parameters(); got {_named(optim)}; "
+            "extra= takes other things that are to be saved, by name"
+        )
     state_tensors = {
         id(state_tensor.tensor): state_tensor for state_tensor in state_tensors_of(module, bindings)
     }
@@ -153,6 +158,11 @@ def state_tensors_of_optimizer(
                     "sharded.parameters()"
                 )
     return state_tensors
+
+
+def _named(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"
 
 
 # -- what is the same on every rank ---------------------------------------------------------------

@@ -75,6 +75,40 @@ def test_an_optimizer_of_the_original_model_does_not_step(before: bool) -> None:
         optim.step()
 
 
+def test_a_step_without_the_reduce_of_what_no_sync_accumulated_is_refused() -> None:
+    sharded = compiled(Net())
+    optim = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    with sharded.no_sync():
+        sharded(X).backward()
+    with pytest.raises(RuntimeStateError, match=r"would change nothing.*accumulated by no_sync"):
+        optim.step()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    other.step()
+    sharded(X).backward()
+    optim.step()
+    with sharded.no_sync():
+        sharded(X).backward()
+    optim.step()  # with gradients of the backward before
+    sharded.zero_grad()
+    optim.step()
+
+
+def test_arguments_that_torch_s_functions_take_are_told() -> None:
+    sharded = compiled(Net())
+    with pytest.raises(PolicyError, match=r"max_norm must be a number; got generator.*own"):
+        sharded.clip_grad_norm_(sharded.parameters(), 1.0)  # type: ignore[arg-type]
+    for given in (sharded.parameters(), [{"params": list(sharded.parameters())}]):
+        with pytest.raises(PolicyError, match="got parameters, which are the module's own"):
+            sharded.optimizer(torch.optim.SGD, given, lr=0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["state", {"step": 1}, nn.Linear(1, 1)])
+def test_what_is_no_optimizer_is_not_saved_as_one(given: Any, tmp_path: Any) -> None:
+    sharded = compiled(Net())
+    with pytest.raises(CheckpointError, match=r"optim must be an optimizer.*got a.*extra= takes"):
+        sharded.save_checkpoint(tmp_path / "saved", given)
+
+
 def test_the_original_model_may_be_trained_beside() -> None:
     model = Net()
     sharded = compiled(model)

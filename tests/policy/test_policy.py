@@ -277,7 +277,10 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(forward_prefetch=-1), "forward_prefetch"),
         (lambda: SizePolicy(forward_prefetch=True), "forward_prefetch"),
         (lambda: SizePolicy(memory_budget=0), "memory_budget"),
-        (lambda: SizePolicy(memory_budget="1 GiB"), "memory_budget"),
+        (lambda: SizePolicy(memory_budget="1 GB each"), "memory_budget: .*is not a size"),
+        (lambda: SizePolicy(offload=True), "params, activations"),
+        (lambda: BlockPolicy(Block()), r"an instance of Block; pass its class, \{Block\}"),
+        (lambda: LambdaPolicy(Block), r"got the class Block; write BlockPolicy\(\{Block\}\)"),
         (lambda: SizePolicy(reshard_root="no"), "reshard_root"),
         (
             lambda: SizePolicy(recompute=3),
@@ -307,6 +310,7 @@ def test_policies_are_values():
     assert repr(BlockPolicy(Block)) == "graphshard.BlockPolicy({'Block'})"
     assert SizePolicy(1e8) == SizePolicy() == SizePolicy(100_000_000, strategy="FULL_SHARD")
     assert hash(BlockPolicy([Block])) == hash(BlockPolicy(Block))
+    assert SizePolicy(memory_budget="2GiB") == SizePolicy(memory_budget=2 << 30)
     assert SizePolicy(strategy="NO_SHARD").strategy is Strategy.NO_SHARD
     assert SizePolicy(strategy="ZeRO-3").strategy is Strategy.FULL_SHARD
     assert SizePolicy(strategy=ShardingStrategy.HYBRID_SHARD).strategy is Strategy.HYBRID_SHARD
