@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphshard.errors import PolicyError
 from graphshard.runtime.shards import is_shard
@@ -44,10 +43,6 @@ NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 _STEP = "step"
-
-
-_twins: Any = WeakTensorKeyDictionary()
-"""Of a DTensor: its local tensor, and a plain parameter in the memory of that."""
 
 
 _declared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -179,18 +174,10 @@ def _take_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group, given, lent in zip(optimizer.param_groups, parts.given, parts.groups, strict=False):
         group.update({key: lent[key] for key in lent if lent[key] is not given.get(key)})
-    _drop_gradients(parts.twins)
     for param, twin in parts.twins:
         if twin in parts.state:
             _keep_state(optimizer.state[param], parts.state[twin], param)
     optimizer.state.update(_of_no_parameter(parts.state))
-
-
-def _drop_gradients(twins: list[tuple[Tensor, Tensor]]) -> None:
-    """Drop the gradients of plain parameters, which would outlive the DTensors'."""
-    for param, twin in twins:
-        if twin is not param:
-            twin.grad = None
 
 
 def _of_no_parameter(state: Any) -> dict[Any, Any]:
@@ -227,7 +214,6 @@ def _plain_parts(optimizer: Optimizer) -> _Parts | None:
             twin = _local_twin(param)
             local_state = _local_state(param, optimizer.state.get(param))
             if twin is None or local_state is None:
-                _drop_gradients(twins)
                 return None
             params.append(twin)
             twins.append((param, twin))
@@ -243,10 +229,7 @@ def _local_twin(param: Tensor) -> Tensor | None:
     if not isinstance(param, DTensor):
         return param
     local = torch_compat.local_tensor(param)
-    pair = _twins.get(param)
-    if pair is None or pair[0] is not local:  # somebody may have put another in its place
-        pair = _twins[param] = (local, nn.Parameter(local, requires_grad=param.requires_grad))
-    twin: Tensor = pair[1]
+    twin = nn.Parameter(local, requires_grad=param.requires_grad)
     grad: Any = param.grad
     if grad is not None:
         if not isinstance(grad, DTensor) or grad.placements != param.placements:
