@@ -11,9 +11,13 @@ from bokeh.embed import json_item
 from bokeh.layouts import gridplot
 from bokeh.models import (
     BoxZoomTool,
+    CDSView,
     ColumnDataSource,
     FactorRange,
+    GroupFilter,
     HoverTool,
+    InversionFilter,
+    Label,
     LabelSet,
     NumeralTickFormatter,
     PanTool,
@@ -26,7 +30,8 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from graphshard.report.colours import MEMORY
+from graphshard.cost.colours import HATCHES, MEMORY, UNITS, UNKNOWN
+from graphshard.cost.streams import COMPUTE
 
 TREEMAP_SIZE = 3.0, 1.0
 """Width and height of the treemap, in units of its axes."""
@@ -34,15 +39,17 @@ TREEMAP_SIZE = 3.0, 1.0
 _ID = re.compile(r'"(p\d+|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})"')
 """What bokeh names its models and documents."""
 
-_TIP = '<div style="max-width:420px;white-space:pre-wrap;font:12px sans-serif">@tip</div>'
+_TIP = '<div style="max-width:340px;white-space:pre-wrap;font:13px sans-serif">@tip</div>'
+_TEXT = "13px"
+_SEEN = UNITS[-1]  # before paper of either scheme
+_DARK = {"fill_color": "#222222", "line_color": "white"}
 _HATCH: dict[str, Any] = {
-    "hatch_pattern": "right_diagonal_line",
     "hatch_color": "#222222",
     "hatch_alpha": 0.5,
     "hatch_scale": 8,
 }
 _BAR = 0.8  # of a row's height
-_LEFT, _RIGHT = 130, 12  # pixels beside the frames of figures that share an axis
+_LEFT, _RIGHT = 150, 12  # pixels beside the frames of figures that share an axis
 
 
 def figures(
@@ -108,7 +115,7 @@ def treemap() -> Any:
         line_width=1.5,
         selection_line_color="black",
         selection_line_width=3,
-        nonselection_fill_alpha=0.7,
+        nonselection_fill_alpha=1,
         nonselection_line_color="white",
     )
     labels = LabelSet(
@@ -118,11 +125,11 @@ def treemap() -> Any:
         source=source,
         text_align="center",
         text_baseline="middle",
-        text_font_size="10px",
+        text_font_size=_TEXT,
         text_color="#000000",
     )
     plot.add_layout(labels)
-    return plot
+    return _legible(plot)
 
 
 def step(
@@ -138,51 +145,50 @@ def step(
     rows = FactorRange(*reversed(streams))
     timeline = _over_time(along, label, 130 + 34 * len(streams), y_range=rows)
     timeline.ygrid.visible = False
-    bars = timeline.hbar(
-        y="stream",
-        left="left",
-        right="right",
-        height=_BAR,
-        source=_empty("spans", "stream", "left", "right", "colour", "tip"),
-        fill_color="colour",
-        line_color="white",
-        line_width=0.3,
-    )
+    bar: dict[str, Any] = {"y": "stream", "left": "left", "right": "right", "height": _BAR}
+    spans = _empty("spans", "stream", "left", "right", "colour", "tip")
+    computes = GroupFilter(column_name="stream", group=COMPUTE)
+    # A tooltip beside the mouse would hide the next spans: it stands above the first row, and below
+    # others.
+    for rows_of, side in ((computes, "above"), (InversionFilter(operand=computes), "below")):
+        bars = timeline.hbar(
+            **bar,
+            source=spans,
+            view=CDSView(filter=rows_of),
+            fill_color="colour",
+            line_color="white",
+            line_width=0.3,
+        )
+        follow = {"point_policy": "follow_mouse", "attachment": side}
+        timeline.add_tools(HoverTool(renderers=[bars], tooltips=_TIP, **follow))
     # BokehJS makes a canvas for each bar whose hatch is a column.
-    timeline.hbar(
-        y="stream",
-        left="left",
-        right="right",
-        height=_BAR,
-        source=_empty("hatched", "stream", "left", "right"),
-        fill_alpha=0,
-        line_color=None,
-        **_HATCH,
-    )
-    timeline.add_tools(HoverTool(renderers=[bars], tooltips=_TIP, point_policy="follow_mouse"))
-    memory = _over_time(along, label, 300)
+    for hatch in HATCHES:
+        source = _empty(f"hatched {hatch}", "stream", "left", "right")
+        look = {"fill_alpha": 0, "line_color": None, "hatch_pattern": hatch}
+        timeline.hbar(**bar, source=source, **look, **_HATCH)
+    memory = _over_time(along, label, 300, y_range=Range1d(0, 1, name="height"))
     memory.yaxis.axis_label = f"{memory_unit} alive"
     memory.yaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
-    memory.y_range.start = 0
     # BokehJS never ends drawing an area without points.
     borders = [f"y{number}" for number in range(len(categories) + 1)]
     flat = {name: [0.0, 0.0] for name in ("seconds", *borders)}
     source = ColumnDataSource(flat, name="memory")
     for number, name in enumerate(categories):
-        colour, hatched = MEMORY.get(name, ("#000000", False))
+        fill = MEMORY.get(name, UNKNOWN)
         memory.varea_step(
             "seconds",
             f"y{number}",
             f"y{number + 1}",
             step_mode="after",
             source=source,
-            fill_color=colour,
-            **(_HATCH if hatched else {}),
+            fill_color=fill.colour,
+            **({"hatch_pattern": fill.hatch, **_HATCH} if fill.hatch else {}),
         )
-    memory.scatter(
-        "seconds", "bytes", source=_empty("peak", "seconds", "bytes"), size=11, marker="star"
-    )
-    memory.add_layout(_line("width", "capacity", colour="#D55E00", dash="dashed"))
+    peak = _empty("peak", "seconds", "bytes")
+    memory.scatter("seconds", "bytes", source=peak, size=12, marker="star", **_DARK)
+    memory.add_layout(_line("width", "capacity", dash="dashed"))
+    room = Label(name="room", x=6, y=4, x_units="screen", text="", text_font_size=_TEXT)
+    memory.add_layout(room)
     for plot in (timeline, memory):
         plot.add_layout(_line("height", "cursor"))
     return gridplot(
@@ -204,12 +210,12 @@ def what_if_scatter(time_unit: str, memory_unit: str) -> Any:
         size=14,
         marker="marker",
         fill_color="colour",
-        line_color="#222222",
+        line_color=_SEEN,
         nonselection_fill_alpha=0.8,
         nonselection_line_alpha=1,
         selection_line_width=3,
     )
-    plot.add_layout(_line("width", "capacity", colour="#D55E00", dash="dashed"))
+    plot.add_layout(_line("width", "capacity", dash="dashed"))
     return plot
 
 
@@ -217,7 +223,7 @@ def measured_scatter(time_unit: str) -> Any:
     """A point for each event: its predicted against its measured time, on logarithmic axes."""
     axes = {"x_axis_type": "log", "y_axis_type": "log"}
     plot = _scatter("trace", 380, f"{time_unit} predicted", f"{time_unit} measured", **axes)
-    plot.line("x", "y", source=_empty("equal", "x", "y"), color="#222222", line_dash="dashed")
+    plot.line("x", "y", source=_empty("equal", "x", "y"), line_dash="dashed", color=_SEEN)
     plot.scatter(
         "x",
         "y",
@@ -226,7 +232,7 @@ def measured_scatter(time_unit: str) -> Any:
         marker="marker",
         fill_color="colour",
         fill_alpha=0.7,
-        line_color="#222222",
+        line_color=_SEEN,
     )
     return plot
 
@@ -244,7 +250,7 @@ def _scatter(name: str, height: int, x_label: str, y_label: str, **options: Any)
         **options,
     )
     plot.toolbar.logo = None
-    return plot
+    return _legible(plot)
 
 
 def _empty(name: str, *columns: str) -> ColumnDataSource:
@@ -267,18 +273,23 @@ def _over_time(along: Range1d, label: str, height: int, **options: Any) -> Any:
     plot.add_tools(box, PanTool(dimensions="width"), wheel, ResetTool(), SaveTool())
     plot.toolbar.active_drag = box
     plot.toolbar.active_scroll = wheel
-    plot.yaxis.major_label_text_font_size = "11px"
+    return _legible(plot)
+
+
+def _legible(plot: Any) -> Any:
+    """Give a plot's axes large labels, and the page's background."""
+    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = _TEXT
+    plot.background_fill_color = plot.border_fill_color = None
     return plot
 
 
-def _line(dimension: str, name: str, colour: str = "#000000", dash: str = "solid") -> Span:
+def _line(dimension: str, name: str, dash: str = "solid") -> Span:
     """A line across a plot, hidden until the page's script places it."""
     return Span(
         name=name,
         dimension=dimension,
         location=0,
         visible=False,
-        line_color=colour,
         line_dash=dash,
         line_width=1.5,
     )

@@ -65,11 +65,16 @@ function make(tag, attributes = {}, ...children) {
 function placeLink(place, text) {
   return make("a", { href: `#place-${place}`, "data-place": place }, text);
 }
-function swatch([colour, hatched]) {
-  const style = hatched ? `background:repeating-linear-gradient(135deg,${colour} 0 3px,#222a 3px 4px)` :
-    `background:${colour}`;
-  return make("span", { class: "swatch", style });
+const timeFill = (kind) => data.fills.times[kind] ?? data.fills.times.other;
+const memoryFill = (category) => data.fills.memory[category] ?? data.fills.unknown;
+const STRIPES = "repeating-linear-gradient(135deg,#0000 0 3px,#222a 3px 4px)";
+const DRAWN = { "": "", "/": STRIPES, x: `${STRIPES},${STRIPES.replace("135", "45")}`,
+  ".": "radial-gradient(#222a 1px,#0000 1.5px) 0 0/4px 4px" };
+function swatch([colour, hatch]) {
+  return make("span", { class: "swatch", style: `background:${DRAWN[hatch]};background-color:${colour}` });
 }
+const legend = (name, fill, ...more) => make("span", { title: fill[2] }, swatch(fill), name, ...more);
+const meaning = (name, text) => [make("dt", {}, name), make("dd", {}, text)];
 
 // -- places and times -------------------------------------------------------------------------------
 
@@ -122,8 +127,8 @@ const spans = [];                                // by number: { stream, start, 
 function spanRows() {
   const rows = [];
   const add = (kind, stream, start, end, place, tip, exposed = 0) => {
-    const [colour, hatched] = data.colours.spans[kind] ?? data.colours.spans.other;
-    spans.push({ start, end, place, exposed, kind, stream, hatched });
+    const [colour, hatch] = timeFill(kind);
+    spans.push({ start, end, place, exposed, kind, stream, hatch });
     rows.push({ stream, left: start / timeUnit, right: end / timeUnit, colour, tip });
   };
   const T = E.spans;
@@ -180,27 +185,34 @@ function memoryColumns() {                       // of points at one time only t
   return columns;
 }
 
-const showsCapacity = () => E.hardware.memory_bytes <= 2 * E.peak_bytes;
+const ROOM = E.peak_bytes + E.hardware.memory_bytes - E.device_bytes;
+const near = ROOM <= data.far * E.peak_bytes;
 function showCapacity(figure) {
-  if (!showsCapacity()) return;
-  for (const line of models(figure, "Span").filter((m) => m.name === "capacity")) {
-    line.location = E.hardware.memory_bytes / sizeUnit;
-    line.visible = true;
-  }
+  const line = model(figure, "capacity");
+  line.location = ROOM / sizeUnit;
+  line.visible = near;
 }
 
 function fillStep() {
   const rows = spanRows();
   fill("step", "spans", columnsOf(rows));
-  const hatched = rows.filter((row, number) => spans[number].hatched);
-  if (hatched.length) fill("step", "hatched", columnsOf(hatched.map(({ stream, left, right }) => ({ stream, left, right }))));
+  for (const hatch of Object.keys(DRAWN).filter(Boolean)) {
+    const hatched = rows.filter((row, number) => spans[number].hatch === hatch);
+    if (hatched.length) fill("step", `hatched ${hatch}`, columnsOf(hatched.map(({ stream, left, right }) => ({ stream, left, right }))));
+  }
   fill("step", "memory", memoryColumns());
   const place = M.place[M.peak];
   fill("step", "peak", { seconds: [startOf(place) / timeUnit], bytes: [E.peak_bytes / sizeUnit] });
   showCapacity("step");
+  const top = 1.15 * Math.max(E.peak_bytes, near ? ROOM : 0) / sizeUnit, room = model("step", "room");
+  model("step", "height").end = top;
+  room.setv({ y: near ? ROOM / sizeUnit : top, text_baseline: near ? "bottom" : "top",
+    text: `${near ? "" : "↑ "}${bytesText(ROOM)} for tensors, of the device's ${bytesText(E.hardware.memory_bytes)}` });
   const kinds = [...new Set(spans.map((span) => span.kind))];
-  $("span-legend").append(...kinds.map((kind) =>
-    make("span", {}, swatch(data.colours.spans[kind] ?? data.colours.spans.other), kind)));
+  $("span-legend").append(...kinds.map((kind) => legend(kind, timeFill(kind))));
+  $("meanings").append(...Object.entries(data.streams).flatMap(([name, text]) => meaning(name, text)),
+    ...kinds.flatMap((kind) => meaning(kind, timeFill(kind)[2])),
+    ...data.layers.filter((name) => !kinds.includes(name)).flatMap((name) => meaning(name, memoryFill(name)[2])));
   for (const plot of models("step", "Figure")) {
     plot.on_event("mousemove", (event) => { if (!held) follow(event.x * timeUnit); });
     plot.on_event("tap", (event) => { held = true; go(placeAt(event.x * timeUnit), { seconds: event.x * timeUnit }); });
@@ -211,21 +223,26 @@ function fillStep() {
 // -- the treemap ------------------------------------------------------------------------------------
 
 const classes = [...new Set(E.plan.units.map((unit) => unit.module_class))];
-const classColour = (name) => data.colours.classes[classes.indexOf(name) % data.colours.classes.length];
-const TREEMAP_WIDTH = Math.max(...Object.values(data.treemap).flat().map((tile) => tile[1]));
+const classColour = (name) => data.fills.units[classes.indexOf(name) % data.fills.units.length];
+const { groups, tiles: TILES } = data.treemap;
+const TREEMAP_WIDTH = Math.max(...Object.values(TILES).flat().map((tile) => tile[1]));
+const groupOf = (fqn) => groups.findIndex((numbers) => numbers.includes(units.get(fqn)));
+const AREAS = { gathered: "unsharded", sharded: "sharded", padding: "padding" };
 let shownUnit = "";
 
 function fillTreemap() {
   const width = $("gs-treemap").clientWidth, area = $("area").value;
-  fill("treemap", "tiles", columnsOf(E.plan.units.map((unit, number) => {
-    const [left, right, bottom, top] = data.treemap[area][number];
-    const wide = (right - left) / TREEMAP_WIDTH * width, text = unitText(unit.fqn);
-    const short = text.split(".").pop();
+  fill("treemap", "tiles", columnsOf(groups.map((numbers, group) => {
+    const [left, right, bottom, top] = TILES[area][group], unit = E.plan.units[numbers[0]];
+    const wide = (right - left) / TREEMAP_WIDTH * width, many = numbers.length > 1;
+    const short = many ? `${numbers.length} × ${unit.module_class}` : unitText(unit.fqn);
+    const text = `${short}, ${bytesText(unit[AREAS[area]])}${many ? " each" : ""}`;
     return {
       left, right, bottom, top, x: (left + right) / 2, y: (top + bottom) / 2,
       colour: classColour(unit.module_class), unit: unit.fqn,
-      label: wide > 7 * text.length ? text : wide > 7 * short.length ? short : "",
-      tip: tipOf(`${text}: ${unit.module_class}`, `${unit.numel.toLocaleString("en")} elements in ${unit.params.length} parameters`,
+      label: [text, short, short.split(".").pop()].find((label) => wide > 8 * label.length) ?? "",
+      tip: tipOf(many ? `${short}: ${unitText(unit.fqn)} to ${E.plan.units[numbers.at(-1)].fqn}, each` :
+        `${short}: ${unit.module_class}`, `${unit.numel.toLocaleString("en")} elements in ${unit.params.length} parameters`,
         `sharded ${bytesText(unit.sharded)}, gathered ${bytesText(unit.unsharded)}, padding ${bytesText(unit.padding)}`),
     };
   })));
@@ -240,7 +257,8 @@ function showUnit(fqn) {
   shownUnit = fqn;
   const unit = E.plan.units[units.get(fqn)], cost = unitCosts.get(fqn);
   $("unit").value = fqn;
-  model("treemap", "tiles").selected.indices = [units.get(fqn)];
+  const group = groupOf(fqn), equal = groups[group].map((number) => E.plan.units[number].fqn).filter((other) => other !== fqn);
+  model("treemap", "tiles").selected.indices = [group];
   const place = N.unit.findIndex((name, p) => name === fqn && N.phase[p]);
   const rows = unit.params.map((p) => make("tr", {},
     ...[p.names.join(" = "), `[${p.shape}]`, p.dtype, p.dim === null ? p.placement : `${p.placement} by dim ${p.dim}`,
@@ -252,7 +270,9 @@ function showUnit(fqn) {
       make("dt", {}, "bytes"), make("dd", {}, `${bytesText(unit.sharded)} sharded, ${bytesText(unit.unsharded)} gathered, ${bytesText(unit.padding)} of padding`),
       make("dt", {}, "time"), make("dd", {}, `${secondsText(cost.compute_seconds)} compute, ${secondsText(cost.communication_seconds)} communication, ${secondsText(cost.exposed_seconds)} exposed`),
       make("dt", {}, "line"), make("dd", {}, firstLine(fqn) || "not known"),
-      make("dt", {}, "layout"), make("dd", {}, options)),
+      make("dt", {}, "layout"), make("dd", {}, options),
+      ...(equal.length ? meaning("as large", make("span", {}, ...equal.flatMap((other) =>
+        [make("button", { class: "unit", onclick: () => showUnit(other) }, unitText(other)), " "]))) : [])),
     make("details", { open: "" }, make("summary", {}, `${rows.length} parameters`),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {},
         ...["parameter", "shape", "dtype", "layout", "shard", ""].map((text) => make("th", {}, text)))),
@@ -268,8 +288,7 @@ function setUpPlan() {
   const tiles = model("treemap", "tiles");
   tiles.selected.properties.indices.change.connect(() => {
     const [number] = tiles.selected.indices;
-    const fqn = number === undefined ? undefined : E.plan.units[number].fqn;
-    if (fqn !== undefined && fqn !== shownUnit) showUnit(fqn);
+    if (number !== undefined && number !== groupOf(shownUnit)) showUnit(E.plan.units[groups[number][0]].fqn);
   });
   let width = $("gs-treemap").clientWidth;
   addEventListener("resize", () => {
@@ -347,11 +366,8 @@ function setUpMemoryLegend() {
   $("memory-legend").append(...[...data.layers].reverse().map((name) => {
     const value = make("span", {});
     memoryValues.push([name, value]);
-    return make("span", {}, swatch(data.colours.memory[name] ?? ["#000000", false]), name, value);
+    return legend(name, memoryFill(name), value);
   }));
-  if (showsCapacity()) {
-    $("memory-legend").append(make("span", {}, make("span", { class: "dash" }), `the device's ${bytesText(E.hardware.memory_bytes)}`));
-  }
 }
 
 // -- who is alive -----------------------------------------------------------------------------------
@@ -382,7 +398,7 @@ function showHolders() {
   rows.sort((a, b) => (text ? a[sortBy].localeCompare(b[sortBy]) : sortBy === "bytes" ? 0 : a[sortBy] - b[sortBy]) || b.bytes - a.bytes);
   const body = rows.slice(0, SHOWN).map((r) => make("tr", {},
     make("td", { class: "number" }, bytesText(r.bytes)),
-    make("td", {}, swatch(data.colours.memory[r.category] ?? ["#000000", false]), r.category),
+    make("td", {}, swatch(memoryFill(r.category)), r.category),
     make("td", {}, r.place < 0 ? r.node : placeLink(r.place, r.node)), make("td", {}, r.unit),
     make("td", { class: "number" }, secondsText(startOf(r.born))),
     make("td", { class: "number" }, r.dies >= END ? "the end" : secondsText(endOf(r.dies)))));
@@ -501,7 +517,7 @@ function setUpWhatIf() {
   const marker = (p) => p.estimated ? "circle" : p.whole ? "diamond" : "x";
   fill("scatter", "points", columnsOf(points.map((p, number) => ({
     x: p.seconds / timeUnit, y: p.bytes / sizeUnit, marker: marker(p),
-    colour: number === 0 ? "#D55E00" : p.estimated ? "#0072B2" : "#BBBBBB",
+    colour: data.fills.units[number === 0 ? 3 : p.estimated ? 0 : 2],
     tip: tipOf(p.name, `${secondsText(p.seconds)} a step, peak ${bytesText(p.bytes)}`, p.policy,
       p.estimated ? "" : `${p.whole ? "simulated by the search" : "extrapolated by the search"}; not compared`),
   }))));
@@ -537,7 +553,8 @@ function setUpWhatIf() {
 
 function setUpTrace() {
   if (!data.trace) return;
-  const colours = { compute: ["#0072B2", "circle"], exposed: ["#D55E00", "triangle"], communication: ["#009E73", "square"] };
+  const [light, dark] = data.fills.units;
+  const colours = { compute: [dark, "circle"], exposed: [timeFill("compute waits")[0], "triangle"], communication: [light, "square"] };
   const events = data.trace.events.filter((e) => e.measured !== null && colours[e.kind]);
   const drawn = events.filter((e) => e.measured > 0 && e.predicted > 0);
   fill("trace", "events", columnsOf(drawn.map((e) => ({
@@ -609,6 +626,22 @@ addEventListener("click", (event) => {
   if (link.closest("#verdict, #unit-details, #measured")) $("step").scrollIntoView({ block: "start" });
 });
 
+// -- the colour scheme ------------------------------------------------------------------------------
+
+function setInk() {                              // what a canvas draws does not follow the page's style
+  const style = getComputedStyle(document.body), ink = style.color, soft = style.getPropertyValue("--line");
+  for (const figure of Object.keys(views)) {
+    for (const axis of documentOf(figure)._all_models.values()) {
+      for (const property of ["major_label_text_color", "axis_label_text_color", "axis_line_color",
+        "major_tick_line_color", "minor_tick_line_color", "grid_line_color", "outline_line_color"]) {
+        if (property in axis.properties) axis[property] = /grid|outline/.test(property) ? soft : ink;
+      }
+      if (axis.type === "Span") axis.line_color = ink;
+      if (axis.type === "Label") axis.text_color = ink;
+    }
+  }
+}
+
 // -- all of it --------------------------------------------------------------------------------------
 
 try {
@@ -620,6 +653,8 @@ try {
   setUpWhatIf();
   setUpTrace();
   go(M.place[M.peak]);
+  setInk();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", setInk);
 } catch (error) {
   fail(error);
   return;

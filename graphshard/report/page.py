@@ -20,11 +20,11 @@ from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphshard.cost.against_trace import compare_trace
+from graphshard.cost.colours import FAR, MEMORY, TIMES, UNITS, UNKNOWN, stream_meaning
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
 from graphshard.errors import CostError
 from graphshard.format import human_bytes, human_seconds
-from graphshard.report.colours import CLASSES, MEMORY, SPANS
 
 if TYPE_CHECKING:
     from graphshard.tune.tuning import Tuning
@@ -82,7 +82,9 @@ def page(
             "time": [time_unit, _TIMES[time_unit]],
             "memory": [memory_unit, _SIZES[memory_unit]],
         },
-        "colours": {"spans": SPANS, "memory": MEMORY, "classes": CLASSES},
+        "fills": {"times": TIMES, "memory": MEMORY, "units": UNITS, "unknown": UNKNOWN},
+        "streams": {stream: stream_meaning(stream) for stream in streams},
+        "far": FAR,
         "figures": figures.figures(
             streams,
             layers,
@@ -112,10 +114,22 @@ def page(
 
 
 def _treemap(units: list[dict[str, Any]], size: tuple[float, float]) -> dict[str, Any]:
-    """By what areas stand for, the tiles of all units: left, right, bottom, top."""
-    return {
-        name: [[round(edge, 6) for edge in tile] for tile in tiles([u[key] for u in units], *size)]
+    """The numbers of equal units, and by what areas stand for their tiles: left to top."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for number, unit in enumerate(units):
+        alike = unit["module_class"], *(unit[key] for key in _AREAS.values())
+        groups.setdefault(alike, []).append(number)
+    numbers = list(groups.values())
+    sizes = {
+        name: [sum(units[number][key] for number in group) for group in numbers]
         for name, key in _AREAS.items()
+    }
+    return {
+        "groups": numbers,
+        "tiles": {
+            name: [[round(edge, 6) for edge in tile] for tile in tiles(of, *size)]
+            for name, of in sizes.items()
+        },
     }
 
 
@@ -141,22 +155,33 @@ def _packed(text: str) -> str:
 _REASONS = 3
 
 
+def _shown(size: float) -> float:
+    """Bytes as `human_bytes` rounds them."""
+    unit = _SIZES[_unit(_SIZES, abs(size))]
+    return round(size / unit, 2) * unit
+
+
 def verdict(estimate: dict[str, Any]) -> str:
     """The verdict on `Estimate.to_dict(details=True)` as HTML; links name places of the program."""
     left = estimate["hardware"]["memory_bytes"] - estimate["device_bytes"]
     of = human_bytes(estimate["hardware"]["memory_bytes"])
     fits = f"Fits in {of}" if estimate["fits"] else f"Does not fit in {of}"
     over = f"{human_bytes(left)} to spare" if left >= 0 else f"{human_bytes(-left)} too much"
+    peak_bytes = estimate["peak_bytes"]
+    # Of rounded figures, the last is what makes the sum right.
+    beside = _shown(left + estimate["device_bytes"]) - _shown(left) - _shown(peak_bytes)
+    more = f" and {human_bytes(round(beside))} beside them (allocator, CUDA, NCCL, driver)"
+    more = more if estimate["device_bytes"] > peak_bytes else ""
     memory = estimate["memory"]
     at_peak = memory["place"][memory["peak"]]
-    peak = _link(at_peak, f"peak of {human_bytes(estimate['peak_bytes'])}")
+    peak = _link(at_peak, f"{human_bytes(peak_bytes)} of tensors at the peak")
     step = estimate["step_seconds"]
     share = estimate["exposed_seconds"] / step if step else 0.0
     low, high = map(human_seconds, estimate["step_range"])
     expected = f" ({low} to {high} expected)" if low != high else ""
     sentences = [
-        f'<strong class="{"good" if estimate["fits"] else "bad"}">{fits}</strong>: {over} at the '
-        f"{peak}.",
+        f'<strong class="{"good" if estimate["fits"] else "bad"}">{fits}</strong>: '
+        f"{peak}{more}, {over}.",
         f"A step takes <strong>{human_seconds(step)}</strong>{expected} at "
         f"<strong>{estimate['mfu']:.1%}</strong> of the device's peak (MFU), of which "
         f"<strong>{human_seconds(estimate['exposed_seconds'])}</strong> ({share:.1%}) are exposed "

@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,12 @@ from simulations import simulate
 
 import graphshard
 from graphshard.cli.main import main
+from graphshard.cost import colours
+from graphshard.cost.colours import HATCHES, MEMORY, TIMES, UNITS, UNKNOWN
 from graphshard.cost.details import start_of
 from graphshard.cost.text import causes_of
 from graphshard.errors import CostError
 from graphshard.report import page as pages
-from graphshard.report.colours import MEMORY, SPANS
 from graphshard.report.page import tiles
 
 # -- what a report's file holds --------------------------------------------------------------------
@@ -172,6 +174,18 @@ def test_the_verdict_says_what_the_estimate_says(estimate, page):
     ]
 
 
+@pytest.mark.parametrize("spare", [3.004, -3.004])
+def test_the_bytes_of_the_verdict_add_up(data, spare):
+    """The figures as they are rounded: tensors, what is beside them, and what is to spare."""
+    capacity, tensors = 80.004, 4.7149
+    sizes = {"peak_bytes": tensors * 2**30, "device_bytes": (capacity - spare) * 2**30}
+    hardware = data["hardware"] | {"memory_bytes": capacity * 2**30}
+    text = pages.verdict(data | sizes | {"hardware": hardware, "fits": spare > 0})
+    shown = [float(number) for number in re.findall(r"([\d.]+) GiB", text)]
+    assert len(shown) == 4
+    assert shown[0] == pytest.approx(shown[1] + shown[2] + (shown[3] if spare > 0 else -shown[3]))
+
+
 def test_the_text_is_there_without_scripts(page):
     text = page.split('<section id="text"')[1].split("</section>")[0]
     assert "estimate of " in text
@@ -181,9 +195,33 @@ def test_the_text_is_there_without_scripts(page):
 
 def test_every_kind_has_a_colour_of_its_own(estimate, data):
     assert set(data["memory"]["bytes"]) <= set(MEMORY)
-    assert len(set(MEMORY.values())) == len(MEMORY)
-    assert len(set(SPANS.values())) == len(SPANS)
-    assert set(data["spans"]["phase"]) | {"all_gather", "reduce_scatter"} <= set(SPANS)
+    assert set(data["spans"]["phase"]) | {"all_gather", "reduce_scatter"} <= set(TIMES)
+
+
+def test_no_fill_has_two_meanings():
+    """Of times, memory and units: a name in two of them is one thing, with one fill."""
+    assert all(TIMES[name] == MEMORY[name] for name in set(TIMES) & set(MEMORY))
+    fills = TIMES | MEMORY | {"unknown": UNKNOWN}
+    looks = [(fill.colour, fill.hatch) for fill in fills.values()]
+    looks += [(colour, "") for colour in UNITS]
+    assert len(set(looks)) == len(looks)
+    assert {hatch for _, hatch in looks} <= {"", *HATCHES}
+    assert all(fill.meaning for fill in fills.values())
+    assert len({fill.meaning for fill in fills.values()}) == len(fills)
+    named = {name for name in vars(colours).values() if isinstance(name, str) and name[0] == "#"}
+    for source in ("cost/plot.py", *(f"report/{name}" for name in ("figures.py", "page.js"))):
+        text = (Path(colours.__file__).parents[1] / source).read_text()
+        assert not any(colour in text for colour in named), source
+
+
+def test_a_unit_is_in_one_tile_with_its_equals(estimate, page):
+    treemap = data_of(page)["treemap"]
+    units = estimate.plan.to_dict()["units"]
+    assert sorted(number for group in treemap["groups"] for number in group) == [*range(len(units))]
+    for group in treemap["groups"]:
+        alike = {(units[n]["module_class"], units[n]["unsharded"]) for n in group}
+        assert len(alike) == 1
+    assert {len(tiles) for tiles in treemap["tiles"].values()} == {len(treemap["groups"])}
 
 
 def test_tiles_fill_the_map():
