@@ -224,10 +224,9 @@ function fillStep() {
 
 const classes = [...new Set(E.plan.units.map((unit) => unit.module_class))];
 const classColour = (name) => data.fills.units[classes.indexOf(name) % data.fills.units.length];
-const { groups, tiles: TILES } = data.treemap;
+const { groups, tiles: TILES, areas: AREAS } = data.treemap;
 const TREEMAP_WIDTH = Math.max(...Object.values(TILES).flat().map((tile) => tile[1]));
 const groupOf = (fqn) => groups.findIndex((numbers) => numbers.includes(units.get(fqn)));
-const AREAS = { gathered: "unsharded", sharded: "sharded", padding: "padding" };
 let shownUnit = "";
 
 function fillTreemap() {

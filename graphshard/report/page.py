@@ -24,7 +24,7 @@ from graphshard.cost.colours import FAR, MEMORY, TIMES, UNITS, UNKNOWN, stream_m
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
 from graphshard.errors import CostError
-from graphshard.format import human_bytes, human_seconds
+from graphshard.format import human_seconds
 
 if TYPE_CHECKING:
     from graphshard.tune.tuning import Tuning
@@ -125,6 +125,7 @@ def _treemap(units: list[dict[str, Any]], size: tuple[float, float]) -> dict[str
         for name, key in _AREAS.items()
     }
     return {
+        "areas": _AREAS,
         "groups": numbers,
         "tiles": {
             name: [[round(edge, 6) for edge in tile] for tile in tiles(of, *size)]
@@ -155,26 +156,29 @@ def _packed(text: str) -> str:
 _REASONS = 3
 
 
-def _shown(size: float) -> float:
-    """Bytes as `human_bytes` rounds them."""
-    unit = _SIZES[_unit(_SIZES, abs(size))]
-    return round(size / unit, 2) * unit
-
-
 def verdict(estimate: dict[str, Any]) -> str:
     """The verdict on `Estimate.to_dict(details=True)` as HTML; links name places of the program."""
-    left = estimate["hardware"]["memory_bytes"] - estimate["device_bytes"]
-    of = human_bytes(estimate["hardware"]["memory_bytes"])
-    fits = f"Fits in {of}" if estimate["fits"] else f"Does not fit in {of}"
-    over = f"{human_bytes(left)} to spare" if left >= 0 else f"{human_bytes(-left)} too much"
-    peak_bytes = estimate["peak_bytes"]
-    # Of rounded figures, the last is what makes the sum right.
-    beside = _shown(left + estimate["device_bytes"]) - _shown(left) - _shown(peak_bytes)
-    more = f" and {human_bytes(round(beside))} beside them (allocator, CUDA, NCCL, driver)"
-    more = more if estimate["device_bytes"] > peak_bytes else ""
+    capacity, tensors = estimate["hardware"]["memory_bytes"], estimate["peak_bytes"]
+    unit = _unit(_SIZES, capacity)
+    if tensors < 0.01 * _SIZES[unit]:
+        unit = _unit(_SIZES, tensors)
+    digits = 2 if _SIZES[unit] > 1 else 0
+    of, at_most, left = (
+        round(size / _SIZES[unit], digits)
+        for size in (capacity, tensors, capacity - estimate["device_bytes"])
+    )
+    beside = of - at_most - left  # of rounded figures, so that those shown add up
+
+    def shown(number: float) -> str:
+        return f"{number:,.{digits}f} {unit}"
+
+    fits = f"{'Fits' if estimate['fits'] else 'Does not fit'} in {shown(of)}"
+    over = f"{shown(left)} to spare" if left >= 0 else f"{shown(-left)} too much"
+    more = f" and {shown(beside)} beside them (allocator, CUDA, NCCL, driver)"
+    more = more if estimate["device_bytes"] > tensors else ""
     memory = estimate["memory"]
     at_peak = memory["place"][memory["peak"]]
-    peak = _link(at_peak, f"{human_bytes(peak_bytes)} of tensors at the peak")
+    peak = _link(at_peak, f"{shown(at_most)} of tensors at the peak")
     step = estimate["step_seconds"]
     share = estimate["exposed_seconds"] / step if step else 0.0
     low, high = map(human_seconds, estimate["step_range"])

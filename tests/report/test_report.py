@@ -174,7 +174,7 @@ def test_the_verdict_says_what_the_estimate_says(estimate, page):
     ]
 
 
-@pytest.mark.parametrize("spare", [3.004, -3.004])
+@pytest.mark.parametrize("spare", [3.004, 0.1168, -0.1168])
 def test_the_bytes_of_the_verdict_add_up(data, spare):
     """The figures as they are rounded: tensors, what is beside them, and what is to spare."""
     capacity, tensors = 80.004, 4.7149
