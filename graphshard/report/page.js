@@ -270,7 +270,7 @@ function showUnit(fqn) {
       make("dt", {}, "time"), make("dd", {}, `${secondsText(cost.compute_seconds)} compute, ${secondsText(cost.communication_seconds)} communication, ${secondsText(cost.exposed_seconds)} exposed`),
       make("dt", {}, "line"), make("dd", {}, firstLine(fqn) || "not known"),
       make("dt", {}, "layout"), make("dd", {}, options),
-      ...(equal.length ? meaning("as large", make("span", {}, ...equal.flatMap((other) =>
+      ...(equal.length ? meaning("as large", make("div", { class: "equal" }, ...equal.flatMap((other) =>
         [make("button", { class: "unit", onclick: () => showUnit(other) }, unitText(other)), " "]))) : [])),
     make("details", { open: "" }, make("summary", {}, `${rows.length} parameters`),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {},

@@ -415,6 +415,9 @@ def test_the_tiles(page: Page) -> None:
     )
     assert "blocks.1.attn.qkv.weight" in text(page, "#unit-details")
     assert "gpt.py:" in text(page, "#unit-details")
+    other = page.run("document.querySelector('button.unit').innerText")
+    page.click("button.unit")
+    assert page.run(UNIT) == other != "blocks.1"
 
 
 def test_what_if_and_measured(page: Page) -> None:
