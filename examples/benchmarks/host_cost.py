@@ -8,7 +8,7 @@ process each. Times are CPU seconds of the thread that trains, in the first proc
 in order, and a ratio is the median over pairs with its 95 % interval. Threads of Gloo are left out:
 the one that reads sockets spins while another holds a connection, so its time says how busy the
 machine is. "plain" is the same model without sharding: what no runtime can save. Optimizer steps
-are AdamW's, on the DTensors and on this rank's tensors (`sharded.optimizer`).
+are AdamW's.
 
 Ends with status 1 if forward and backward cost more than half of what they cost `fully_shard`.
 """
@@ -112,13 +112,11 @@ def measure(args: argparse.Namespace, layers: int, ranks: str) -> float:
     where = f"{layers} blocks, {ranks}"
     ratio = compare(works, args, f"forward and backward, {where}")
     if not args.no_optimizer:
-        models = {"fully_shard": theirs(), "graphshard, DTensors": ours(), "plain": plain}
+        models = {"fully_shard": theirs(), "graphshard": ours(), "plain": plain}
         works = {
             name: step_of(model, torch.optim.AdamW(model.parameters()))
             for name, model in models.items()
         }
-        own = ours()
-        works["graphshard, sharded.optimizer"] = step_of(own, own.optimizer(torch.optim.AdamW))
         compare(works, args, f"AdamW, whole step, {where}")
     return ratio
 
