@@ -238,11 +238,6 @@ def meeting_group(
         except RuntimeError:  # which has no backend for this device; a mesh gets another group
             mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             return replace(group_of(mesh.get_group(0), device), mesh=mesh)
-    if mesh.get_coordinate() is None:
-        raise PolicyError(
-            f"the mesh has ranks {mesh.mesh.flatten().tolist()}, and this is rank "
-            f"{dist.get_rank()}; call this on the ranks of the mesh, or make one of all ranks"
-        )
     kind = mesh.device_type
     if device is None or torch.device(device).type != kind:
         device = kind
@@ -432,8 +427,14 @@ def group_or_refusal(
 ) -> tuple[Group, GraphshardError | None]:
     """The group that `compile` runs on with these arguments, or the reason why there is none.
 
-    With a reason, the group is that of all ranks there are, to tell them.
+    With a reason, the group is that of all ranks there are, to tell them. A rank outside of its
+    mesh raises the reason at once, since the others go on.
     """
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        raise PolicyError(
+            f"the mesh has ranks {mesh.mesh.flatten().tolist()}, and this is rank "
+            f"{dist.get_rank()}; call this on the ranks of the mesh, or make one of all ranks"
+        )
     try:
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise PolicyError(

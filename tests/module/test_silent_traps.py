@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import error_of, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
@@ -222,6 +224,13 @@ def wrapped_after_compile(rank: int) -> None:
     sharded(X).backward()
 
 
+def a_rank_outside_of_its_mesh(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    refused = pytest.raises(PolicyError, match=r"the mesh has ranks \[0\], and this is rank 1")
+    with refused if rank else contextlib.nullcontext():
+        graphshard.compile(Net(), graphshard.BlockPolicy({Block}), mesh=mesh)
+
+
 def one_rank_fails_to_compile(rank: int) -> None:
     mesh: Any = 2 if rank == 1 else None
     assert error_of(lambda: compiled(Net(), mesh=mesh), PolicyError).endswith("(on rank 1)")
@@ -319,6 +328,7 @@ def a_launched_rank_joins_the_others(rank: int) -> None:
 
 
 ON_RANKS = [
+    a_rank_outside_of_its_mesh,
     weights_that_backward_reads_by_a_view_alone,
     wrapped_by_others,
     wrapped_after_compile,
