@@ -153,7 +153,12 @@ FAILURES: list[Failure] = [
     ("clip_grad_norm_", 1, lambda s: patched(training, "_local"), CollectiveError),
     ("full_state_dict", 1, hooked, CollectiveError),
     ("full_state_dict", 0, lambda s: call_fails(Tensor, "cpu", 1), CollectiveError),
-    ("optimizer_state_dict", 1, lambda s: patched(optim, "state_of"), CollectiveError),
+    (
+        "optimizer_state_dict",
+        1,
+        lambda s: patched(optim, "state_tensors_of_optimizer"),
+        CollectiveError,
+    ),
     ("optimizer_state_dict", 0, lambda s: call_fails(Tensor, "cpu", 1), CollectiveError),
     ("save_checkpoint", 1, hooked, CollectiveError),
     ("save_checkpoint", 1, lambda s: patched(dcp_write._ChecksummedFile, "write"), CheckpointError),
