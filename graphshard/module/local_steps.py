@@ -152,13 +152,15 @@ def _lend(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | Non
     borrower = _borrower_of(kind)(optimizer)
 
     def with_new_gradients(given: Any) -> Any:
-        """A closure, after which parts are made anew: it computes the gradients of the DTensors."""
+        """A closure that lends the gradients it computed, which are those of the DTensors."""
         if not callable(given):
             return given
 
         def closure() -> Any:
             loss = given()
-            vars(borrower).update(parts=None)
+            parts: _Parts | None = vars(borrower)["parts"]
+            if parts is not None and not all(_lend_gradient(*pair) for pair in parts.twins):
+                vars(borrower).update(parts=None)
             return loss
 
         return closure
@@ -211,9 +213,12 @@ def _plain_parts(optimizer: Optimizer) -> _Parts | None:
     for group in optimizer.param_groups:
         params = []
         for param in group["params"]:
-            twin = _local_twin(param)
+            twin = param
+            if isinstance(param, DTensor):
+                local = torch_compat.local_tensor(param)
+                twin = nn.Parameter(local, requires_grad=param.requires_grad)
             local_state = _local_state(param, optimizer.state.get(param))
-            if twin is None or local_state is None:
+            if local_state is None or not _lend_gradient(param, twin):
                 return None
             params.append(twin)
             twins.append((param, twin))
@@ -224,22 +229,20 @@ def _plain_parts(optimizer: Optimizer) -> _Parts | None:
     return _Parts(given, groups, state, twins)
 
 
-def _local_twin(param: Tensor) -> Tensor | None:
-    """The plain parameter to step on for `param`; None if their gradients are laid out apart."""
+def _lend_gradient(param: Tensor, twin: Tensor) -> bool:
+    """Give `twin` this rank's part of `param.grad`; False if that is laid out otherwise."""
     if not isinstance(param, DTensor):
-        return param
-    local = torch_compat.local_tensor(param)
-    twin = nn.Parameter(local, requires_grad=param.requires_grad)
+        return True
     grad: Any = param.grad
     if grad is not None:
         if not isinstance(grad, DTensor) or grad.placements != param.placements:
-            return None
+            return False
         own = torch_compat.local_tensor(grad)
         grad = own if type(own) is Tensor else grad.to_local()
         if grad.dtype != twin.dtype:
             torch_compat.set_grad_dtype(twin, grad.dtype)
     twin.grad = grad
-    return twin
+    return True
 
 
 def _local_state(param: Tensor, state: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -247,6 +250,7 @@ def _local_state(param: Tensor, state: dict[str, Any] | None) -> dict[str, Any] 
     if state is None or not isinstance(param, DTensor):
         return state or {}
     local_state = {}
+    local = torch_compat.local_tensor(param)
     for key, value in state.items():
         local_state[key] = value
         if isinstance(value, DTensor):
@@ -254,8 +258,8 @@ def _local_state(param: Tensor, state: dict[str, Any] | None) -> dict[str, Any] 
             if not alike or value.shape != param.shape:
                 return None
             local_state[key] = torch_compat.local_tensor(value)
-        elif isinstance(value, Tensor) and key != _STEP and value.numel() > 1:
-            return None
+        elif isinstance(value, Tensor) and value.shape == param.shape != local.shape:
+            return None  # whole, as somebody put it there
     return local_state
 
 

@@ -129,10 +129,11 @@ class Policy:
         ignored: parameters and modules that are left alone (not sharded, not moved, gradients not
             reduced): a collection of them, or a regular expression (or several) that must match a
             parameter's or module's whole FQN.
-        memory_budget: the most bytes a step may need at once on a rank for unsharded parameters,
-            activations (saved, recomputed or temporary), unreduced gradients and outputs. Memory
-            held between steps (shards, their gradients, optimizer state, buffers) and the inputs
-            do not count. A program that needs more raises `VerifyError`. None: no bound.
+        memory_budget: the most bytes, or a text such as "20GiB", that a step may need at once on a
+            rank for unsharded parameters, activations (saved, recomputed or temporary), unreduced
+            gradients and outputs. Memory held between steps (shards, their gradients, optimizer
+            state, buffers) and the inputs do not count. A program that needs more raises
+            `VerifyError`. None: no bound.
         schedule: "fsdp" issues gathers where the prefetch fields say and frees where units end.
             "overlap" places gathers, waits, frees and reduces where estimated times make the step
             shortest, within `memory_budget`, or if there is none within the memory that "fsdp"
@@ -323,9 +324,9 @@ _SHARED = tuple(f.name for f in fields(Policy))
 def _offload_set(offload: Collection[str] | str | None) -> frozenset[str] | None:
     if offload is None:
         return None
-    kinds = (
-        (offload,) if isinstance(offload, str) or not isinstance(offload, Collection) else offload
-    )
+    kinds: Any = offload
+    if isinstance(kinds, str) or not isinstance(kinds, Collection):
+        kinds = (kinds,)
     if not all(kind in OFFLOADS for kind in kinds):
         raise PolicyError(
             f"offload must be one of {', '.join(OFFLOADS)}, or several of them; got {offload!r}"

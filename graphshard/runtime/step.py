@@ -382,19 +382,16 @@ class _Call:
         self.step.note_gathered()
 
     def backward(
-        self,
-        take_saved: Callable[[], list[Any]],
-        tangents: Sequence[Tensor | None],
-        sets_grads: bool,
+        self, ctx: Any, tangents: Sequence[Tensor | None], sets_grads: bool
     ) -> list[Tensor | None]:
         """Run backward and return the gradients of the inputs.
 
-        take_saved: gives the tensors that autograd saved; raises if one was written to.
+        ctx: holds the tensors that autograd saved, and gives them away.
         tangents: the gradients of the differentiable outputs, None where there is none.
         sets_grads: add the gradients of parameters to their `.grad`.
         """
         try:
-            return self._backward(take_saved, tangents, sets_grads)
+            return self._backward(ctx, tangents, sets_grads)
         except Exception as error:
             if self.step.fingerprint.lines:  # else ranks never meet
                 try:
@@ -404,10 +401,7 @@ class _Call:
             raise
 
     def _backward(
-        self,
-        take_saved: Callable[[], list[Any]],
-        tangents: Sequence[Tensor | None],
-        sets_grads: bool,
+        self, ctx: Any, tangents: Sequence[Tensor | None], sets_grads: bool
     ) -> list[Tensor | None]:
         step = self.step
         if self.saved_others is None:
@@ -416,7 +410,8 @@ class _Call:
                 "gathered parameters are freed by then; call the module again before it"
             )
         step.require_unchanged(self.versions)
-        saved = take_saved()
+        saved = list(ctx.saved_tensors)
+        torch_compat.release_saved_tensors(ctx)
         accumulated = step.bindings.accumulated
         if not self.grad_keys:
             accumulated.require_not_pending(self._earlier)
@@ -495,15 +490,9 @@ class _StepFunction(torch.autograd.Function):
                 "without create_graph=True"
             )
         call: _Call = ctx.call
-
-        def take_saved() -> list[Any]:
-            saved = list(ctx.saved_tensors)
-            torch_compat.release_saved_tensors(ctx)
-            return saved
-
         # autograd.grad does not accumulate into the anchor, which stands for the parameters.
         sets_grads = torch_compat.engine_accumulates(ctx.next_functions[0][0])
-        return None, None, *call.backward(take_saved, tangents, sets_grads)
+        return None, None, *call.backward(ctx, tangents, sets_grads)
 
 
 def _gathered_in_forward(program: Program) -> set[str]:

@@ -259,6 +259,41 @@ def what_is_laid_out_otherwise_is_stepped_on_as_dtensors(rank: int) -> None:
     assert_same(*results)
 
 
+def a_state_of_another_shape_is_stepped_with(rank: int) -> None:
+    """Such as the scales of an 8-bit state; and groups may be read before the closure is called."""
+    kinds: list[type] = []
+
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            params = [p for group in self.param_groups for p in group["params"]]
+            loss = closure()
+            for param in params:
+                kinds.append(type(param))
+                scales = self.state[param].setdefault("scales", torch.zeros(3))
+                scales += 1
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-0.1)
+            return loss
+
+    sharded, plain = compiled(odd()), compiled(odd())
+    optim = sharded.optimizer(Scaled, elementwise=True, lr=0.1)
+    ordinary = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optim.zero_grad()
+            backward(sharded, step)
+            return torch.tensor(1.0)
+
+        optim.step(closure)
+        ordinary.zero_grad()
+        backward(plain, step)
+        ordinary.step()
+    assert set(kinds) == {nn.Parameter}
+    assert optim.state[sharded.first.up.weight]["scales"].tolist() == [3.0] * 3
+    assert_same(params_of(sharded), params_of(plain))
+
+
 def what_hooks_and_steps_set_stays(rank: int) -> None:
     """A rate that a hook sets after the step, and what a step leaves in a group and a state."""
 
@@ -351,6 +386,7 @@ ON_RANKS = [
     scalers_agree,
     a_step_that_fails_leaves_all_as_it_was,
     what_is_laid_out_otherwise_is_stepped_on_as_dtensors,
+    a_state_of_another_shape_is_stepped_with,
     what_hooks_and_steps_set_stays,
     what_is_not_elementwise_is_refused,
     state_goes_from_one_kind_to_the_other,
