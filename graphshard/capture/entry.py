@@ -8,8 +8,10 @@ the module are only asked for shape, stride and dtype, so a model on meta of any
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -37,6 +39,7 @@ from graphshard.capture.joint import program_of_joint
 from graphshard.capture.packed_sequences import packed_sequences
 from graphshard.capture.questions import Questions
 from graphshard.capture.recipes import Leaf, Recipes
+from graphshard.capture.repetition import Repetition, RepetitionError
 from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, take_apart
@@ -49,6 +52,8 @@ from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import pause_collections
 from graphshard.torch_private.unbacked import asks_if_empty, undecided_error
+
+_logger = logging.getLogger("graphshard")
 
 
 class Values(Enum):
@@ -176,32 +181,51 @@ def _capture_as_is_or_functional(*example: Any, values: Values = Values.UNKNOWN)
     Only a step that writes nowhere can be traced as it is. Any other fault of the first trace, one
     of graphshard's own among them, is the fault of the capture.
     """
-    try:
-        return _trace_and_rebuild(*example, functional=False, values=values)
-    except (WriteError, CaptureError) as error:
-        if not _needs_functionalization(error):
-            raise
-        _forget(error)
-    try:
-        return _trace_and_rebuild(*example, functional=True, values=values)
-    except CaptureError as error:
-        if "modified by an inplace operation" not in str(error.__cause__):
-            raise
-        _forget(error)
-    # A buffer that backward reads and forward assigns must not be written, as eager does not.
-    return _trace_and_rebuild(*example, functional=True, values=values, replaces_buffers=True)
+    way = _Way(Repetition())
+    while True:
+        try:
+            return _trace_and_rebuild(*example, values=values, way=way)
+        except (WriteError, RepetitionError, CaptureError) as error:
+            other = way.after(error)
+            if other is None:
+                raise
+            _forget(error)
+        way = other
 
 
-def _needs_functionalization(error: WriteError | CaptureError) -> bool:
-    """Whether a trace without functionalization ended by one of the refusals meant for that.
+@dataclass(frozen=True)
+class _Way:
+    """How a step is traced.
 
-    `WriteError`: an operator wrote in place, or autograd's own did in backward.
-    `untraceable_errors()`: a value was asked for, or an operator has no fake kernel. After a write
-    in place that may be due to the write: what a tensor holds is no longer known, and an in-place
-    operator may lack the kernel that its functional form has.
+    repetition: which calls of alike blocks are left out.
+    functional: with functionalization, which takes writes out of the graph.
+    replaces_buffers: a buffer that forward assigns is not written, as in eager, since backward
+        reads it.
     """
-    refusals = (WriteError, *torch_trace.untraceable_errors())
-    return isinstance(error, WriteError) or isinstance(error.__cause__, refusals)
+
+    repetition: Repetition
+    functional: bool = False
+    replaces_buffers: bool = False
+
+    def after(self, error: Exception) -> _Way | None:
+        """Another way, if `error` says that this one was at fault.
+
+        Writes in place need functionalization. Where a value was asked for, or an operator has no
+        fake kernel, a write before may be the reason: what a tensor holds is no longer known, and
+        an in-place operator may lack the kernel that its functional form has.
+        """
+        cause = error.__cause__
+        writes = isinstance(error, WriteError) or isinstance(cause, WriteError)
+        if self.repetition.used and not writes:
+            found = error if isinstance(error, RepetitionError) else cause
+            _logger.info("blocks are traced one by one: %s", found or error)
+            return replace(self, repetition=self.repetition.without(found))
+        if not self.functional and (writes or isinstance(cause, torch_trace.untraceable_errors())):
+            return _Way(Repetition(), functional=True)
+        in_place = "modified by an inplace operation" in str(cause)
+        if self.functional and in_place and not self.replaces_buffers:
+            return replace(self, replaces_buffers=True)
+        return None
 
 
 def _trace_and_rebuild(
@@ -215,9 +239,8 @@ def _trace_and_rebuild(
     precisions: Precisions | None,
     buffer: Callable[[str], Tensor],
     *,
-    functional: bool,
     values: Values,
-    replaces_buffers: bool = False,
+    way: _Way,
 ) -> Capture:
     traced_on = target
     notes: list[str] = []
@@ -238,14 +261,17 @@ def _trace_and_rebuild(
     mode = constant_folding_fake_mode(sizes, target.type, recipes)
 
     fake = partial(_fake, mode, traced_on)
-    if sizes is None or names is None or not dynamic:
-        fakes = list(map(fake, tensors))
-    else:
+    shapes: Sequence[Any] = [()] * len(tensors)
+    if sizes is not None and names is not None and dynamic:
         shapes = symbolic_shapes(tensors, names, inputs.paths, sizes)
-        fakes = [fake(tensor, *shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-    fakes = [f.requires_grad_(t.requires_grad) for f, t in zip(fakes, tensors, strict=True)]
-    plain = contextlib.nullcontext if functional else mode.no_writes.watching
-    traced = TracedModel(model, fake, inputs, entry, precisions, plain, replaces_buffers)
+    fakes = [
+        fake(t, *s).requires_grad_(t.requires_grad) for t, s in zip(tensors, shapes, strict=True)
+    ]
+    plain = contextlib.nullcontext if way.functional else mode.no_writes.watching
+    repetition = way.repetition if sizes is None else Repetition(wanted=False)
+    traced = TracedModel(
+        model, fake, inputs, entry, precisions, plain, way.replaces_buffers, repetition
+    )
     traced.same_inputs = first_places(tensors) if traced.compares_identity else ()
     if questions is not None:
         traced.on_call = partial(_begin_run, questions)
@@ -254,9 +280,12 @@ def _trace_and_rebuild(
         restore_random_state() as generators,
         cast_at_units(model, precisions),
         _sizes_by_values(sizes, questions, values),
+        repetition.tracing(model, precisions, lambda: mode.asked, way.functional),
     ):
         try:
-            joint = _trace(traced, model, fakes, grad, functional, traced_on.type != target.type)
+            joint = _trace(
+                traced, model, fakes, grad, way.functional, traced_on.type != target.type
+            )
         except AssertionError:
             # Torch runs the forward twice and compares what it returned: sizes, and numbers where
             # the first run fixed one.
@@ -265,7 +294,7 @@ def _trace_and_rebuild(
             raise
         if mode.unanswered is not None:
             raise mode.unanswered
-    if not functional:
+    if not way.functional:
         mode.no_writes.require(joint.graph)
     needs_grad = [grad and t.requires_grad for t in fakes]
     program = program_of_joint(
@@ -385,6 +414,8 @@ def tell_what_is_baked_in(
     traced: TracedModel, drawn_from: Sequence[str], entry: EntryPoint, program: Program
 ) -> list[str]:
     """Warn of each kind once; returns notes for the program."""
+    side_effects = traced.reads.clocks, traced.state_changes, traced.left
+    traced.repetition.require_none((drawn_from, *side_effects))
     notes = []
     if drawn_from:
         drawn = " and ".join(drawn_from)

@@ -42,6 +42,7 @@ def constant_folding_fake_mode(
             super().__init__(allow_non_fake_inputs=True, shape_env=environment)
             self.recipes = recipes or Recipes()
             self.no_writes = NoWrites()
+            self.asked = 0  # how often for a value
             self.unanswered: Exception | None = None  # the first, which the model may catch
 
         def dispatch(
@@ -50,6 +51,7 @@ def constant_folding_fake_mode(
             kwargs = kwargs or {}
             refuse_operator(func, args, kwargs)
             self.no_writes.meet(func)
+            self.asked += func is ask
             recipe = self.recipes.of(args[0]) if func is ask else None
             answer = None if recipe is None else recipe.constant_item()
             if recipe is not None and answer is not None:

@@ -10,6 +10,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -51,6 +52,8 @@ def frozen(
         return kind, repr(value)
     if isinstance(value, types.SimpleNamespace):
         value = vars(value)
+    if kind is partial:
+        value = value.func, value.args, value.keywords
     if isinstance(value, torch.Tensor) and by_properties(value):
         return _AnyTensor(value)
     if not isinstance(value, CONTAINERS) or depth == _DEEPEST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from graphshard.capture.annotation import CALLS, FQN, KEEP, LINE, REGION
 from graphshard.capture.as_eager import keep_lstm_workspaces
 from graphshard.capture.structure import Structure
-from graphshard.capture.traced_module import TracedModel
+from graphshard.capture.templates import Copies, is_backward, notes_of
+from graphshard.capture.traced_module import IDENTITY, TracedModel
 from graphshard.errors import CaptureError
 from graphshard.program.program import (
     BACKWARD,
@@ -30,9 +31,6 @@ from graphshard.program.sizes import Sizes, hint
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.compat import SYMBOLIC, same_sizes
 from graphshard.torch_private.unbacked import depends_on_values, drop_unread_items
-
-_IDENTITY = "graphshard::output"
-
 
 _aten = torch.ops.aten
 
@@ -73,6 +71,8 @@ class _Builder:
         self.inputs = inputs
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
+        self.copies = Copies(joint, traced.repetition)
+        self.fqn = ""  # of the module that the node before belongs to
         self.desc = torch_trace.descriptors()
         self.ends = {
             _end_key(node.meta["desc"], self.desc): node
@@ -96,6 +96,7 @@ class _Builder:
         results, mutations, outputs = self._results(tangents)
         keep_lstm_workspaces(self.graph)
         output = self.graph.output(results.as_args()[0])
+        self.copies.erase_unused()
         grad = any(entry.tangent is not None for entry in outputs)
         output.meta = {"phase": BACKWARD if grad else FORWARD, FQN: ""}
         return Program(
@@ -233,37 +234,39 @@ class _Builder:
     # -- nodes ------------------------------------------------------------------------------
 
     def _copy_nodes(self, size_nodes: SizeNodes | None = None) -> None:
-        fqn = ""
         for old in self.joint.graph.nodes:
             if old.op != "call_function":
                 continue
-            schema = getattr(old.target, "_schema", None)
-            if schema is not None and schema.name == _IDENTITY:
+            stands_for = self.copies.of(old, self.new, self._copy_node)
+            if stands_for is not None:
+                self.new[old] = stands_for
+            elif old.target is IDENTITY:
                 self.new[old] = self.new[old.args[0]]
-                continue
-            # Nodes that accumulate gradients carry no name; they belong to what ran before.
-            fqn = (old.meta.get("custom") or {}).get(FQN, fqn)
-            if size_nodes is None:
-                self.new[old] = self._copy_node(old, fqn)
-                continue
-            size = size_nodes.before(old, self.new, fqn, _phase(old))
-            self.new[old] = self._copy_node(old, fqn) if size is None else size
-            size_nodes.after(self.new[old])
+            elif size_nodes is None:
+                self.new[old] = self._copy_node(old, self.new, notes_of(old))
+            else:
+                fqn = notes_of(old).get(FQN, self.fqn)
+                size = size_nodes.before(old, self.new, fqn, _phase(old))
+                copied = self._copy_node(old, self.new, notes_of(old)) if size is None else size
+                self.new[old] = copied
+                size_nodes.after(copied)
         if size_nodes is not None:
             size_nodes.finish()
 
-    def _copy_node(self, old: fx.Node, fqn: str) -> fx.Node:
-        target = _ALWAYS_A_COPY.get(old.target, old.target)
-        node = self.graph.create_node("call_function", target, name=old.name)
+    def _copy_node(
+        self, old: fx.Node, new: Mapping[fx.Node, Any], notes: Mapping[str, Any]
+    ) -> fx.Node:
+        # Nodes that accumulate gradients carry no name; they belong to what ran before.
+        self.fqn = notes.get(FQN, self.fqn)
+        target: Any = _ALWAYS_A_COPY.get(old.target, old.target)
+        name = getattr(target, "overloadpacket", target).__name__
+        node = self.graph.create_node("call_function", target, name=name)
         # Given to `create_node`, every argument would be looked through for what is no argument.
-        node.args = fx.map_arg(old.args, self.new.__getitem__)
+        node.args = fx.map_arg(old.args, new.__getitem__)
         if kwargs := _explicit_kwargs(old):
-            node.kwargs = fx.map_arg(kwargs, self.new.__getitem__)
-        node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: fqn}
-        custom = old.meta.get("custom") or {}
-        for key in (CALLS, LINE, REGION, KEEP):
-            if key in custom:
-                node.meta[key] = custom[key]
+            node.kwargs = fx.map_arg(kwargs, new.__getitem__)
+        node.meta = {"val": old.meta.get("val"), "phase": _phase(old), FQN: self.fqn}
+        node.meta |= {key: notes[key] for key in (CALLS, LINE, REGION, KEEP) if key in notes}
         return node
 
     # -- results ----------------------------------------------------------------------------
@@ -372,7 +375,7 @@ def _explicit_kwargs(node: fx.Node) -> dict[str, Any]:
 
 
 def _phase(node: fx.Node) -> str:
-    return BACKWARD if node.meta.get("partitioner_tag") == "is_backward" else FORWARD
+    return BACKWARD if is_backward(node) else FORWARD
 
 
 def _end_key(desc: Any, classes: Any) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,19 @@ class Reads:
                 raise
 
         self._patches.enter_context(patched(kind, "__bool__", __bool__))
+
+    def attributes_of(self, paths: Mapping[int, str]) -> list[tuple[str, str]]:
+        """What was read so far of the modules with the ids in `paths`, as (path, attribute)."""
+        return [
+            (paths[owner], name)
+            for owner, name in sorted(self._seen)
+            if owner in paths and name not in _OF_ANY_MODULE
+        ]
+
+    def note(self, module: nn.Module, name: str) -> None:
+        """Note that an attribute is read, if it is not known yet."""
+        if (id(module), name) not in self._seen:
+            self._note_module(module, name)
 
     def _note_module(self, module: nn.Module, name: str) -> None:
         self._seen.add((id(module), name))

@@ -105,7 +105,7 @@ class ModuleTables:
             table.update(content)
 
 
-class _Before:
+class ModuleState:
     """A copy of a module's attributes, and of the contents of plain containers among them."""
 
     def __init__(self, fqn: str, module: nn.Module) -> None:
@@ -150,7 +150,7 @@ class _Before:
 @contextlib.contextmanager
 def restore_module_state(model: nn.Module) -> Iterator[Effects]:
     """Restore every module's attributes on leaving; the effects are then known."""
-    before = [_Before(fqn, module) for fqn, module in model.named_modules()]
+    before = [ModuleState(fqn, module) for fqn, module in model.named_modules()]
     effects = Effects()
     try:
         yield effects

@@ -155,6 +155,11 @@ class Structure:
         ]
         return tuple(same.value for same in (*values, *inside) if isinstance(same, Same))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds plain values and tensors alone, in containers that pytree knows."""
+        return not any(kind in (Same, _Opaque) for kind, _ in self.leaves)
+
     @cached_property
     def _holds_sizes(self) -> bool:
         stack = [self.spec]

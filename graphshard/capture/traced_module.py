@@ -31,6 +31,7 @@ from graphshard.capture.places import (
     refill,
 )
 from graphshard.capture.reads import Reads
+from graphshard.capture.repetition import Repetition, is_border
 from graphshard.capture.side_effects import (
     PLANNED,
     ModuleTables,
@@ -46,6 +47,9 @@ from graphshard.torch_private import trace as torch_trace
 ORIGINALS = "_graphshard_originals"
 """Attribute of a copied model: (name, weak reference) of the weights of the model it was made of,
 which code of the model may still reach."""
+
+
+_NO_REPETITION = Repetition(wanted=False)
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class TracedModel(nn.Module):
     `on_call` is called before each run of the module with its inputs and, by FQN, its buffers: a
     trace runs it more than once. A call whose tensors are not functionalized runs in the context
     that `plain` makes. A buffer that forward assigns is replaced by a value that carries a
-    gradient, or by any if `replaces_buffers`.
+    gradient, or by any if `replaces_buffers`. `repetition` may leave calls of blocks out.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class TracedModel(nn.Module):
         precisions: Precisions | None = None,
         plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
         replaces_buffers: bool = False,
+        repetition: Repetition = _NO_REPETITION,
     ) -> None:
         super().__init__()
         self.model_params = named_tensors(model.named_parameters(remove_duplicate=False))
@@ -143,6 +148,7 @@ class TracedModel(nn.Module):
         self._precisions = precisions
         self._plain = plain
         self._replaces_buffers = replaces_buffers
+        self.repetition = repetition
         self.result: Structure | None = None
         self.left: tuple[tuple[LeftAt, Structure], ...] = ()
         self.state_changes: tuple[str, ...] = ()
@@ -196,7 +202,13 @@ class TracedModel(nn.Module):
             _install(model, self.model_params, cast_params)
             _install(model, self.model_buffers, cast_buffers)
             before = [tensor.requires_grad for tensor in tensors]
-            with past, reads.noting(), ended_by_errors(), self._refuse_changes(model, past):
+            with (
+                past,
+                reads.noting(),
+                ended_by_errors(),
+                self._refuse_changes(model, past),
+                self.repetition.run(reads),
+            ):
                 output = self._entry.call(model, args, kwargs)
                 # A list or dict of the model's own may be among it, and is about to be undone.
                 results, self.result = take_apart(output, name="out")
@@ -415,7 +427,7 @@ def _reachable(results: list[Any], params: list[Tensor]) -> frozenset[int]:
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in index:
             reached.add(index[id(variable)])
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_border(node):
             continue  # a user's Function may give no gradient on purpose
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -430,6 +442,8 @@ _library = torch.library.Library("graphshard", "FRAGMENT")
 
 
 _library.define("output(Tensor x) -> Tensor")
+
+IDENTITY = torch.ops.graphshard.output.default
 
 
 @torch.library.impl(_library, "output", "CompositeExplicitAutograd")

@@ -198,6 +198,12 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+def mode_count() -> int:
+    """The number of dispatch and function modes that see what is done with tensors."""
+    names = ("_len_torch_dispatch_stack", "_len_torch_function_stack")
+    return sum(private("torch._C", name)() for name in names)
+
+
 def traced_graph() -> Any:
     """The fx graph being traced at the moment, or None."""
     mode = private("torch.fx.experimental.proxy_tensor", "get_proxy_mode")()

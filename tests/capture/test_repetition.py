@@ -1,0 +1,476 @@
+"""Repeated blocks are traced twice, and the program is the one that tracing all of them gives."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from graphshard.capture import repetition
+from graphshard.capture.captured import Capture
+from graphshard.capture.entry import capture
+from graphshard.policy import MixedPrecision
+from graphshard.policy.precision import Precisions
+
+DEPTH, WIDTH = 8, 8
+
+
+class Block(nn.Module):
+    def __init__(self, alpha: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.alpha = alpha
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.alpha * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, make: Callable[[int], nn.Module] = lambda index: Block()) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make(index) for index in range(DEPTH)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class ByIndex(Block):
+    """Computes with its number in the model, and holds another that it does not read."""
+
+    def __init__(self, index: int, read: int = 0) -> None:
+        super().__init__()
+        self.index, self.read = index, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.read)
+
+
+class Returning(Block):
+    """Returns what it was given as well, and a number."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return {"x": super().forward(x) * mask, "mask": mask, "parts": (x.detach(), 3)}
+
+
+class StackOfReturning(Stack):
+    def forward(self, x: Tensor) -> Any:
+        mask = torch.ones(WIDTH, device=x.device)
+        for block in self.blocks:
+            out = block(x, mask=mask)
+            x, mask = out["x"] + out["parts"][1], out["mask"]
+        return self.head(x).sum()
+
+
+class Dropping(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3)
+
+
+class Writing(Block):
+    def __init__(self, into: str) -> None:
+        super().__init__()
+        self.into = into
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.into == "input":
+            x = x.mul_(2) if not x.requires_grad or x.grad_fn is not None else x * 2
+        if self.into == "buffer":
+            self.seen.add_(1)
+        y = super().forward(x)
+        return y.mul_(0.5) if self.into == "own" else y
+
+
+class View(Block):
+    """Returns a view of its input, which the model writes into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, 2, WIDTH // 2) * self.alpha if self.alpha < 0 else x.view(-1, WIDTH)
+
+
+class StackThatWritesViews(Stack):
+    def forward(self, x: Tensor) -> Any:
+        x = x * 2
+        for block in self.blocks:
+            y = block(x)
+            y.add_(1)
+            x = x * 2
+        return self.head(x).sum()
+
+
+class Noting(Block):
+    """Leaves something in Python state."""
+
+    def __init__(self, where: list[Any]) -> None:
+        super().__init__()
+        self.where, self.calls, self.last = where, 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.where == ["self"]:
+            self.last = x.mean()
+        elif self.where == ["count"]:
+            self.calls += 1
+        else:
+            self.where.append(x.mean())
+        return x
+
+
+_SEEN: list[Any] = []
+
+
+class NotingInGlobal(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        _SEEN.append(x.mean())
+        return super().forward(x)
+
+
+class StackOfSeen(Stack):
+    def forward(self, x: Tensor) -> Any:
+        _SEEN.clear()
+        loss = super().forward(x)
+        return loss + torch.stack(_SEEN).sum()
+
+
+class Collecting(Block):
+    """Adds to a list that it is given."""
+
+    def forward(self, x: Tensor, into: list[Tensor]) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        into.append(x)
+        return x
+
+
+class StackOfCollecting(Stack):
+    def forward(self, x: Tensor) -> Any:
+        found: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, found)
+        return self.head(torch.stack(found).sum(0)).sum()
+
+
+class EachUsed(Stack):
+    """Uses what each block returns, or what all are given, outside of the blocks as well."""
+
+    def __init__(
+        self, make: Callable[[int], nn.Module] = lambda index: Block(), *, at: str
+    ) -> None:
+        super().__init__(make)
+        self.at = at
+
+    def forward(self, x: Tensor) -> Any:
+        first, loss = self.head(x), torch.zeros((), device=x.device)
+        x = first
+        for block in self.blocks:
+            x = block(x + first if self.at == "first" else x)
+            if self.at == "each":
+                loss = loss + x.square().mean()
+        return self.head(x).square().mean() + loss
+
+
+class Cross(Block):
+    """Uses another input twice, as the attention of decoders does."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + self.up(memory).sigmoid()[..., :WIDTH] * self.norm(memory)
+
+
+class StackOfCross(Stack):
+    def forward(self, x: Tensor) -> Any:
+        memory = self.head(x)
+        for block in self.blocks:
+            x = block(x, memory)
+        return x.square().mean()
+
+
+class Twice(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Skipping(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            if random.random() < 0.5:
+                x = block(x)
+        return self.head(x).square().mean()
+
+
+class DrawingInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+class Asking(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        assert not torch.isnan(x).any()
+        return x
+
+
+class WithConstant(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(0.25)
+
+
+class InTwoWays(Block):
+    """Runs in another way in bf16, where the model says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
+
+
+class Autocast(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for index, block in enumerate(self.blocks):
+            with torch.autocast("cpu", torch.bfloat16, enabled=index % 2 == 0):
+                x = block(x)
+        return self.head(x).square().mean()
+
+
+class WithoutGrad(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for index, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(index > 0):
+                x = block(x)
+        return self.head(x).square().mean()
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed(Block):
+    def __init__(self, selective: bool) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if selective:
+            contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+            self.options["context_fn"] = contexts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, **self.options)
+
+
+class CheckpointedOutside(Stack):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+def _with_hook(index: int) -> nn.Module:
+    block = Block()
+    if index == 3:
+        block.up.register_forward_hook(lambda module, args, out: out * 2)
+    return block
+
+
+def _with_outer_hook(index: int) -> nn.Module:
+    block = Block()
+    block.register_forward_hook(lambda module, args, out: out * (index + 1))
+    return block
+
+
+def _frozen(index: int) -> nn.Module:
+    return Block().requires_grad_(index >= 4)
+
+
+def _tied() -> Stack:
+    stack = Stack()
+    for block in stack.blocks[1::2]:
+        block.up = stack.blocks[0].up  # type: ignore[union-attr]
+    return stack
+
+
+def _in_eval(index: int) -> nn.Module:
+    return Dropping().train(index != 2)
+
+
+def _replaced_forward() -> Stack:
+    stack = Stack()
+    block: Any = stack.blocks[2]
+    block.forward = functools.partial(lambda own, x: Block.forward(own, x) * 3, block)
+    return stack
+
+
+def _replaced_inside() -> Stack:
+    stack = Stack()
+    inner: Any = stack.blocks[2].up
+    inner.forward = functools.partial(lambda own, x: nn.Linear.forward(own, x) * 3, inner)
+    return stack
+
+
+REPEATED: dict[str, Callable[[], nn.Module]] = {
+    "plain": Stack,
+    "sequential": lambda: nn.Sequential(*(Block() for _ in range(DEPTH))),
+    "a number that is not read": lambda: Stack(lambda index: ByIndex(index)),
+    "two kinds in turn": lambda: Stack(lambda index: ByIndex(index, read=index % 2)),
+    "structures": lambda: StackOfReturning(lambda index: Returning()),
+    "dropout": lambda: Stack(lambda index: Dropping()),
+    "constants": lambda: Stack(lambda index: WithConstant()),
+    "checkpoints inside": lambda: Stack(lambda index: Checkpointed(False)),
+    "selective checkpoints inside": lambda: Stack(lambda index: Checkpointed(True)),
+    "checkpoints outside": CheckpointedOutside,
+    "hooks of the blocks": lambda: Stack(_with_outer_hook),
+    "a block without gradients": WithoutGrad,
+    "autocast in turn": lambda: Autocast(lambda index: InTwoWays()),
+    "writes of its own": lambda: Stack(lambda index: Writing("own")),
+    "a hook inside of one": lambda: Stack(_with_hook),
+    "one in eval mode": lambda: Stack(_in_eval),
+    "a replaced forward": _replaced_forward,
+    "a replaced forward inside": _replaced_inside,
+    "frozen blocks": lambda: Stack(_frozen),
+}
+"""Models with at least 4 blocks of a kind, some of which are left out of the trace."""
+
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "each by its number": lambda: Stack(lambda index: ByIndex(index, read=index)),
+    "writes into inputs": lambda: Stack(lambda index: Writing("input")),
+    "writes into buffers": lambda: Stack(lambda index: Writing("buffer")),
+    "views that are written": lambda: StackThatWritesViews(lambda index: View()),
+    "tensors left in attributes": lambda: Stack(lambda index: Noting(["self"])),
+    "numbers left in attributes": lambda: Stack(lambda index: Noting(["count"])),
+    "tensors left in a global": lambda: StackOfSeen(lambda index: NotingInGlobal()),
+    "an argument that grows": lambda: StackOfCollecting(lambda index: Collecting()),
+    "results used outside": lambda: EachUsed(at="each"),
+    "inputs of two uses": lambda: StackOfCross(lambda index: Cross()),
+    "each block called twice": Twice,
+    "a draw that skips": lambda: Skipping(),
+    "a draw inside": lambda: Stack(lambda index: DrawingInside()),
+    "a question": lambda: Stack(lambda index: Asking()),
+    "weights of several blocks": _tied,
+}
+"""Models whose blocks are no repetitions, though they look alike."""
+
+
+def _form(val: Any) -> Any:
+    return (val.shape, val.stride(), val.dtype) if isinstance(val, Tensor) else str(val)
+
+
+def _nodes(captured: Capture) -> list[tuple[Any, ...]]:
+    """The nodes, by number, with what is noted of them; equal constants count as one."""
+    calls: dict[Any, int] = {}
+    program = captured.program
+    constants = [entry.node for entry in program.buffers if entry.constant]
+    names = {node: f"{node.meta['val'].dtype} constant" for node in constants}
+    lines = []
+    for node in program.graph.nodes:
+        if node in names:
+            continue
+        names[node] = f"%{len(names) - len(constants)}"
+        val = node.meta.get("val", ())
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        lines.append(
+            (
+                node.op,
+                node.name if node.op == "placeholder" else str(node.target),
+                str((args, kwargs)),
+                [_form(each) for each in pytree.tree_leaves(val)],
+                *(node.meta.get(key) for key in ("fqn", "phase", "line", "recompute_keep")),
+                *((f, calls.setdefault(n, len(calls))) for f, n in node.meta.get("calls", ())),
+                *(
+                    calls.setdefault(("r", n), len(calls))
+                    for n in node.meta.get("recompute_region", ())
+                ),
+            )
+        )
+    return lines
+
+
+def _both(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, x: Tensor, **options: Any
+) -> tuple[Capture, Capture, bool]:
+    """A capture, one that repeats nothing, and whether the first left calls out."""
+    made: list[repetition.Repetition] = []
+    of_init = repetition.Repetition.__init__
+
+    def noted(self: Any, **options: Any) -> None:
+        of_init(self, **options)
+        made.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(repetition.Repetition, "__init__", noted)
+        state = random.getstate()
+        captured = capture(model, (x,), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(repetition, "FEWEST", 1 << 30)
+        random.setstate(state)
+        whole = capture(model, (x,), **options)
+    return captured, whole, made[-1].used and any(kind.repeats for kind in made[-1].kinds)
+
+
+def _assert_same(captured: Capture, whole: Capture) -> None:
+    assert _nodes(captured) == _nodes(whole)
+    paths = [sorted(place.path for place in each.guards.places) for each in (captured, whole)]
+    assert paths[0] == paths[1]
+    assert captured.program.notes == whole.program.notes
+    assert captured.returns_as(whole)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "forward"])
+@pytest.mark.parametrize("name", [*REPEATED, *WHOLE])
+@pytest.mark.filterwarnings("ignore")
+def test_the_program_is_that_of_a_whole_trace(
+    name: str, grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = {**REPEATED, **WHOLE}[name]()
+    captured, whole, repeats = _both(monkeypatch, model, torch.randn(4, WIDTH), grad=grad)
+    _assert_same(captured, whole)
+    if grad:
+        assert repeats == (name in REPEATED)
+
+
+@pytest.mark.parametrize("inner", [(), ("up",)], ids=["blocks", "inner units of some"])
+def test_mixed_precision(inner: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    units = {f"blocks.{index}": bf16 for index in range(DEPTH)}
+    units |= {f"blocks.{index}.{name}": bf16 for index in range(4) for name in inner}
+    params = dict.fromkeys(
+        (name for name, _ in model.named_parameters() if name.startswith("blocks")), torch.bfloat16
+    )
+    precisions = Precisions(units, params)
+    captured, whole, repeats = _both(
+        monkeypatch, model, torch.randn(4, WIDTH), precisions=precisions
+    )
+    _assert_same(captured, whole)
+    assert repeats
+
+
+def test_what_blocks_differ_in_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "graphshard"):
+        capture(EachUsed(at="each"), (torch.randn(4, WIDTH),))
+    assert "blocks are traced one by one" in caplog.text
+    assert "is used inside and outside of a block" in caplog.text
+
+
+def test_a_value_read_in_any_block_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    captured, _, repeats = _both(monkeypatch, model, torch.randn(4, WIDTH))
+    assert repeats
+    assert {f"blocks.{index}.alpha" for index in range(DEPTH)} <= {
+        place.path for place in captured.guards.places
+    }
