@@ -11,8 +11,8 @@ gather, of which a parameter split along dim 0 is a prefix; others are copied be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
 from itertools import product
 from math import prod
 from typing import Any, NoReturn
@@ -28,6 +28,7 @@ from graphshard.planning.layout import ParamLayout
 from graphshard.runtime.group import Group, strides_of
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.dtensors import let_reals_be_views
+from graphshard.torch_private.patches import patched_for_good
 
 
 def part_of(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
@@ -124,6 +125,51 @@ def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 setattr(param, _STEPS, steps + 1)
 
 
+@cache
+def refuse_parameters(call: type) -> None:
+    """From now on refuse to name parameters in a backward through a forward of a sharded module.
+
+    They are no leaves of its graph, so autograd would not run its backward, without a word. A node
+    of autograd that stands for such a forward has a `call` of the given class.
+    """
+    backward = torch.autograd.backward
+
+    @wraps(backward)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None:
+            inputs = kwargs["inputs"]
+            if not isinstance(inputs, Tensor | Sequence):
+                kwargs["inputs"] = inputs = tuple(inputs)
+            each = (inputs,) if isinstance(inputs, Tensor) else inputs
+            named = [param for param in each if isinstance(param, Tensor) and is_shard(param)]
+            outputs = tensors if isinstance(tensors, Sequence) else [tensors]
+            if named and any(isinstance(getattr(n, "call", None), call) for n in _nodes(outputs)):
+                name = getattr(named[0], _OWNER)
+                raise RuntimeStateError(
+                    f"backward(inputs=...) names parameter {name!r} of a sharded module, whose "
+                    "parameters get their gradients all at once, from a plain backward(), and "
+                    "would get none here; leave inputs out, and before the forward call "
+                    "requires_grad_(False) on parameters that need no gradient"
+                )
+        backward(tensors, *args, **kwargs)
+
+    patched_for_good(torch.autograd, "backward", checked)
+
+
+def _nodes(outputs: Iterable[Any]) -> Iterable[Any]:
+    """The nodes of autograd's graph behind `outputs`."""
+    waiting = [
+        getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
+    ]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
+
+
 Holders = list[tuple[dict[str, Any], str]]
 """The `_parameters` dicts that hold a parameter, with its key in each."""
 
@@ -139,9 +185,12 @@ class Shard:
     storage: this rank's part and its padding, of `layout.shard_shape`, in the parameter's dtype.
     local: this rank's part, a prefix of `storage`.
     param: the `nn.Parameter` that the user sees; the values of the model's own are not read.
+    _outer: the storage of the DTensor around the local tensor, empty; `.data = ...` replaces it.
     host_memory: store it there, uint8 `(bytes,)` on the host (pinned if the ranks compute on CUDA
         devices), so that its gradient and the optimizer's work are there too.
     """
+
+    _outer: torch.UntypedStorage | None = None
 
     def __init__(
         self,
@@ -167,10 +216,9 @@ class Shard:
         self.whole = self.part_shape == layout.shard_shape
         self.storage = self._new_storage(host_memory)
         self.local = self._without_padding(self.storage)
-        self.param = self._parameter(self.local)
+        self._take(self._parameter(self.local))
         self._take_hooks(model_param)
         self.param.requires_grad_(layout.requires_grad)
-        count_steps(self.param)
         for name, value in vars(model_param).items():
             setattr(self.param, name, value)
         setattr(self.param, _OWNER, layout.fqn)
@@ -193,6 +241,13 @@ class Shard:
                     "model again"
                 )
             self._adopt(param)
+        elif self._outer is not None and param.untyped_storage() is not self._outer:
+            raise RuntimeStateError(
+                f"parameter {self.layout.fqn!r} was given other data by `.data = ...`, which does "
+                "not reach the part of a DTensor that this rank stores, so the value was lost; "
+                "write into the parameter (`with torch.no_grad(): param.copy_(value)`), or load "
+                "whole values by sharded.load_full_state_dict(...)"
+            )
         return self.storage
 
     def tie(self) -> None:
@@ -345,10 +400,14 @@ class Shard:
             else:
                 torch_compat.set_local_tensor(param, local)
         self.local = local
-        self.param = param
-        count_steps(param)
+        self._take(param)
         setattr(param, _OWNER, self.layout.fqn)
         self.ready = True
+
+    def _take(self, param: nn.Parameter) -> None:
+        self.param = param
+        self._outer = None if self.group.mesh is None else param.untyped_storage()
+        count_steps(param)
 
     def _refuse_untied(self) -> NoReturn:
         names = self.layout.names

@@ -30,7 +30,7 @@ from graphshard.runtime.lowered import Bindings, LoweredGraph
 from graphshard.runtime.origin import Replay, overwritten_by, tell
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
-from graphshard.runtime.shards import Shard
+from graphshard.runtime.shards import Shard, refuse_parameters
 from graphshard.runtime.streams import wait_for_copies
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
@@ -113,6 +113,7 @@ class Step:
         }
         # On the device, so that autograd orders the gradients we set before the work that follows.
         self._anchor = torch.empty(0, device=bindings.group.device, requires_grad=True)
+        refuse_parameters(_Call)
 
     def run(self, inputs: Sequence[Tensor], arguments: Any = ((), {})) -> Any:
         """The model's return value for a call.

@@ -297,6 +297,37 @@ def weights_that_backward_reads_by_a_view_alone(rank: int) -> None:
                 loss.backward()
 
 
+def data_given_to_a_parameter(rank: int) -> None:
+    """torch gives it to the outside of a DTensor, where nothing reads it."""
+    other = torch.ones(8)
+    for strategy in ("FULL_SHARD", "SHARD_OPTIMIZER"):
+        for value in (lambda _: other, torch.ones_like):
+            sharded = graphshard.compile(Net(), graphshard.BlockPolicy({Block}, strategy=strategy))
+            sharded(X)
+            bias = sharded.get_parameter("blocks.0.fc.bias")
+            with torch.no_grad():
+                bias.data.mul_(2)
+            bias.data = bias.data  # as `sharded.float()` does
+            sharded(X)
+            bias.data = value(bias)
+            said = error_of(lambda sharded=sharded: sharded(X), RuntimeStateError)
+            assert "'blocks.0.fc.bias' was given other data by `.data = ...`" in said
+
+
+def test_a_backward_that_names_parameters_is_refused() -> None:
+    sharded, x = compiled(Net()), X.clone().requires_grad_()
+    params = list(sharded.parameters())
+    for inputs in (params[0], sharded.parameters(), [x, params[1]]):
+        with pytest.raises(RuntimeStateError, match=r"names parameter 'blocks\.0\.fc\..*plain"):
+            sharded(x).backward(inputs=inputs)
+    sharded(x).backward(inputs=[x])
+    assert x.grad is not None
+    sharded(x).backward(inputs=torch.autograd.graph.get_gradient_edge(x))
+    assert params[0].grad is None
+    params[0].sum().backward(inputs=params[:1])  # a graph of the user's own
+    assert torch.equal(params[0].grad, torch.ones(8, 8))
+
+
 def nothing_to_load(rank: int) -> None:
     sharded = compiled(Net())
     full = sharded.full_state_dict()
@@ -336,6 +367,7 @@ ON_RANKS = [
     one_rank_fails_to_call,
     one_rank_fails_where_ranks_meet_in_the_store,
     all_ranks_fail_alike,
+    data_given_to_a_parameter,
     nothing_to_load,
     a_launched_rank_joins_the_others,
 ]
