@@ -105,7 +105,10 @@ _ANSWERS = "answers of values"
 
 
 _EXPECTED = frozenset({"mode", "gradients", "gradients of parameters"})
-"""The differences between calls that every training loop with an evaluation, or no_sync(), has."""
+"""The differences between calls that every training loop with an evaluation, or no_sync(), has.
+
+The first call of an evaluation may differ in more: other sizes, no targets.
+"""
 
 
 _STALE = "parameters changed since they were gathered"
@@ -498,13 +501,16 @@ class Programs:
             and described.get(what, what not in (_SIZES, _STATE, _ANSWERS))
         ]
         changes = [_change(what, last.get(what), described.get(what)) for what in changed]
+        modes = [(one["mode"], one["gradients"]) for one in self._described]
+        expected = _EXPECTED.issuperset(changed) or modes[-1] not in modes[:-1]
         offer = self.sizes.offer()
         if offer and of_new_shape:
+            expected = False
             changes.append(f"{offer} in graphshard.compile makes one program for these sizes")
         self._log(
             f"graphshard captured program {len(self._described)}, since the call differs from the "
             f"last one: {'; '.join(changes)}",
-            expected=_EXPECTED.issuperset(changed),
+            expected=expected,
         )
         if len(self._described) == MANY + 1:
             values: dict[str, set[str]] = {}

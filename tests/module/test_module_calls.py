@@ -146,6 +146,18 @@ def test_programs_are_kept_by_signature(caplog: pytest.LogCaptureFixture) -> Non
     assert model.blocks[0].drop.training
 
 
+def test_an_evaluation_is_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its first call may have a larger batch, and no targets; a second shape costs a capture."""
+    sharded = graphshard.compile(nn.Sequential(nn.Linear(4, 4)), LINEAR)
+    with caplog.at_level(logging.INFO, "graphshard"):
+        sharded(torch.ones(2, 4)).sum().backward()
+        sharded.eval()
+        with torch.no_grad():
+            sharded(torch.ones(8, 4))
+            sharded(torch.ones(3, 4))
+    assert [r.levelname for r in caplog.records if r.name == "graphshard"] == ["INFO", "WARNING"]
+
+
 @pytest.mark.slow
 def test_many_signatures_are_warned_of() -> None:
     sharded = graphshard.compile(TiedGPT(1), BLOCK)
