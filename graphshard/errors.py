@@ -91,6 +91,10 @@ class VerifyError(GraphshardError):
     """A program breaks a rule all programs must keep. Names the pass, the rule, node and unit."""
 
 
+class BudgetError(PolicyError, VerifyError):
+    """A step needs more bytes than the policy's `memory_budget`. Names both."""
+
+
 class RuntimeStateError(GraphshardError):
     """A sharded module was used in an order or a state that is not allowed."""
 

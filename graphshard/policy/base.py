@@ -133,7 +133,7 @@ class Policy:
             rank for unsharded parameters, activations (saved, recomputed or temporary), unreduced
             gradients and outputs. Memory held between steps (shards, their gradients, optimizer
             state, buffers) and the inputs do not count. A program that needs more raises
-            `VerifyError`. None: no bound.
+            `BudgetError`. None: no bound.
         schedule: "fsdp" issues gathers where the prefetch fields say and frees where units end.
             "overlap" places gathers, waits, frees and reduces where estimated times make the step
             shortest, within `memory_budget`, or if there is none within the memory that "fsdp"

@@ -162,6 +162,10 @@ class Facts:
 
     def fail(self, rule: str, node: fx.Node | None, text: str) -> NoReturn:
         """Raise the error for `node`, or for the whole program."""
+        raise VerifyError(self.fault(rule, node, text))
+
+    def fault(self, rule: str, node: fx.Node | None, text: str) -> str:
+        """The message for `node`, or for the whole program, with the lines of the dump around."""
         lines = [f"after pass {self.after!r} the program breaks the rule {rule!r}: {text}"]
         if node is not None:
             unit = node.meta.get("unit", "?")
@@ -169,7 +173,7 @@ class Facts:
                 f"node %{node.name}, unit {unit!r}" if unit else f"node %{node.name}, root unit"
             )
             lines += self.around(node)
-        raise VerifyError("\n".join(lines))
+        return "\n".join(lines)
 
     def around(self, node: fx.Node) -> list[str]:
         """The lines of the dump from two before `node` to two after it."""

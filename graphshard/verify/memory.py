@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from graphshard.errors import BudgetError
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
 from graphshard.program.collective import Collective
@@ -114,12 +115,11 @@ def check_budget(facts: Facts) -> None:
     if peak > budget:
         place = live.index(peak)
         held = [storage for storage in storages.all if storage.born <= place <= storage.dies]
-        facts.fail(
-            "budget",
-            facts.nodes[place],
-            f"the step holds {peak:,} bytes here, more than memory_budget={budget:,} "
-            f"({_held_text(held)}); recompute more, make smaller units, prefetch less, or raise "
-            "the budget",
+        raise BudgetError(
+            f"memory_budget={budget:,} is too small for a step that holds {peak:,} bytes at once "
+            f"({_held_text(held)}); give at least {peak:,} bytes, or recompute more, make smaller "
+            "units, prefetch less, or take a smaller batch\n"
+            f"{facts.fault('budget', facts.nodes[place], 'most is held here')}"
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphshard
 from graphshard.cost.op_cost import equivalent_flops
-from graphshard.errors import PolicyError, VerifyError
+from graphshard.errors import BudgetError, PolicyError
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.program import BACKWARD, RECOMPUTED, Program
@@ -100,8 +100,12 @@ def test_the_budget_holds_by_as_little_work_as_will_do():
 
 
 def test_a_budget_alone_is_only_checked():
-    with pytest.raises(VerifyError, match="rule 'budget': the step holds"):
+    needed = f"{peak(program_of()):,}"
+    said = rf"^memory_budget=\S+ is too small .* {needed} bytes at once .*at least {needed} bytes"
+    with pytest.raises(BudgetError, match=said) as raised:
         program_of(memory_budget=peak(program_of()) - 1)
+    assert isinstance(raised.value, PolicyError)
+    assert "'release_early' the program breaks the rule 'budget'" in str(raised.value)
     assert work(program_of(memory_budget=peak(program_of()))) == 0
 
 

@@ -375,17 +375,20 @@ def test_budget() -> None:
     toys.rewritten(toys.blocks, Policy(memory_budget=most))
     with pytest.raises(VerifyError) as raised:
         toys.rewritten(toys.blocks, Policy(memory_budget=most - 1))
-    said, where, *_ = str(raised.value).splitlines()
+    said, rule, where, *_ = str(raised.value).splitlines()
     x, h, wide = 4 * BATCH * WIDTH, 4 * BATCH * 8, 4 * BATCH * VOCAB
     grad = 4 * 8 * WIDTH
     assert said == (
-        f"after pass 'release_early' the program breaks the rule 'budget': the step holds {most:,} "
-        f"bytes here, more than memory_budget={most - 1:,} (unsharded parameters "
+        f"memory_budget={most - 1:,} is too small for a step that holds {most:,} bytes at once "
+        f"(unsharded parameters "
         f"{root + 2 * block:,}: (root) {root:,}, layers.0 {block:,}, layers.1 {block:,}; saved for "
         f"backward {2 * x + h:,}: layers.0 {x + h:,}, (root) {x:,}; gradients to reduce "
         f"{4 * grad + 240:,}: layers.1 {2 * grad:,}, layers.2 {2 * grad:,}, (root) 240; returned "
-        f"{wide:,}: (root) {wide:,}; at work 224: layers.1 224); recompute more, make smaller "
-        "units, prefetch less, or raise the budget"
+        f"{wide:,}: (root) {wide:,}; at work 224: layers.1 224); give at least {most:,} bytes, or "
+        "recompute more, make smaller units, prefetch less, or take a smaller batch"
+    )
+    assert (
+        rule == "after pass 'release_early' the program breaks the rule 'budget': most is held here"
     )
     assert where == "node %mm_default_16, unit 'layers.1'"
 
