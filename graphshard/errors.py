@@ -11,6 +11,7 @@ import linecache
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
@@ -56,12 +57,25 @@ def user_line_here() -> str | None:
     return user_line_of([traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)])
 
 
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line outside torch and graphshard, or at the caller's without one."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)
+
+
 class GraphshardError(Exception):
     """Base class of all errors raised by graphshard."""
 
 
 class PolicyError(GraphshardError):
     """A policy does not fit the model or the mesh, or contradicts itself."""
+
+
+class KeywordError(PolicyError, TypeError):
+    """A call names an argument that there is not. Names one that may have been meant."""
 
 
 class PlanError(GraphshardError):

@@ -44,7 +44,7 @@ from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
-from graphshard.errors import CaptureError, FixedSizeError
+from graphshard.errors import CaptureError, FixedSizeError, warn_user
 from graphshard.policy.precision import Precisions
 from graphshard.program.program import Program
 from graphshard.program.sizes import Sizes
@@ -250,7 +250,7 @@ def _trace_and_rebuild(
             "captured on cpu for cuda: units, schedule and sizes hold, compute nodes may differ"
         )
     tensors, inputs = take_apart((args, kwargs), name=CALL)
-    tensors = as_plain(tensors, inputs, set(), stacklevel=4)
+    tensors = as_plain(tensors, inputs, set())
     dynamic = names is not None and any(names)
     largest = max((size for tensor in tensors for size in tensor.shape), default=1)
     sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
@@ -420,14 +420,14 @@ def tell_what_is_baked_in(
     if drawn_from:
         drawn = " and ".join(drawn_from)
         notes.append(f"random numbers drawn from {drawn} in forward are baked in")
-        _warn(
+        warn_user(
             f"the forward draws random numbers from {drawn}; a captured program keeps those it "
             "saw. Draw them with torch, or pass them as arguments"
         )
     if traced.reads.clocks:
         clocks = " and ".join(f"{name}() (at {line})" for name, line in traced.reads.clocks.items())
         notes.append(f"the time that forward reads is baked in: {clocks}")
-        _warn(
+        warn_user(
             f"the forward reads {clocks}; a captured program keeps the time it saw. Pass it as an "
             "argument"
         )
@@ -442,13 +442,13 @@ def tell_what_is_baked_in(
         changed = ", ".join(traced.state_changes[:5])
         notes.append(f"python state assigned in forward is baked in: {changed}")
         at = traced.reads.at_line(*traced.state_changes)
-        _warn(
+        warn_user(
             f"the forward assigns {changed}{at}; a captured program keeps the value it saw and "
             "does not repeat the assignment. Use a buffer for state that changes from step to step"
         )
     if traced.made_to_require_grad:
         inputs = ", ".join(sorted(traced.made_to_require_grad))
-        _warn(
+        warn_user(
             f"the forward calls requires_grad_() on {inputs}, which in a captured program concerns "
             "values of its own: the tensor that is passed gets no .grad. Call it before, if you "
             "want one"
@@ -456,13 +456,9 @@ def tell_what_is_baked_in(
     if program.sizes is not None and program.sizes.unread:
         lines = "\n  ".join(program.sizes.unread)
         notes.append(f"numbers that nothing uses are not read: {'; '.join(program.sizes.unread)}")
-        _warn(
+        warn_user(
             "the forward reads numbers off tensors that nothing in the program uses, as a print "
             "or a log line does. It printed symbols while being captured, and a program does not "
             f"repeat it; return the tensor and print it outside of the model:\n  {lines}"
         )
     return notes
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from graphshard.capture.dynamic import Names, strides_of
 from graphshard.capture.structure import Structure
-from graphshard.errors import CaptureError
+from graphshard.errors import CaptureError, warn_user
 from graphshard.planning.model_checks import Unfit, class_name, is_plain, unfit
 
 _NO_NAMES: Names = {}
@@ -41,13 +40,10 @@ def require_values_of(tensors: Sequence[Tensor], structure: Structure) -> None:
             )
 
 
-def as_plain(
-    tensors: Sequence[Tensor], structure: Structure, noted: set[type], stacklevel: int
-) -> list[Tensor]:
+def as_plain(tensors: Sequence[Tensor], structure: Structure, noted: set[type]) -> list[Tensor]:
     """The tensors of a call as instances of torch.Tensor itself.
 
-    A warning tells of each other class that is not in `noted`, which is added to it. `stacklevel`
-    is seen from the caller of this function.
+    A warning tells of each other class that is not in `noted`, which is added to it.
     """
     require_fit(tensors, structure)
     plain = []
@@ -57,10 +53,9 @@ def as_plain(
             continue
         if type(tensor) not in noted:
             noted.add(type(tensor))
-            warnings.warn(
+            warn_user(
                 f"{path} is a {class_name(tensor)}; a captured forward sees a plain tensor with "
                 "its values, so it takes no path that asks for the class, and returns none",
-                stacklevel=stacklevel + 1,
             )
         plain.append(tensor.as_subclass(Tensor))
     return plain

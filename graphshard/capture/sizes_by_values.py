@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.capture.captured import Capture
-from graphshard.errors import CaptureError
+from graphshard.errors import CaptureError, warn_user
 from graphshard.program import ops
 from graphshard.program.aliases import is_view_op
 from graphshard.program.program import BACKWARD, Program, argument_key
@@ -87,10 +87,9 @@ def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -
         warnings.simplefilter("ignore")  # the first trace said it
         other = capture_where_empty()
     if other is None or not _is_same_if_empty(captured, other):
-        warnings.warn(
+        warn_user(
             "the forward asks whether a size that depends on values is 0. The program is right "
             f"only where {at}; a call for which that is not so raises SizeCheckError",
-            stacklevel=5,
         )
         program.notes += (f"captured for the case that {at}; each call checks it",)
         return captured
@@ -98,12 +97,11 @@ def admit_empty(captured: Capture, capture_where_empty: Callable[[], Capture]) -
         if node.target is check_sizes and node.args[0] in asked:
             program.graph.erase_node(node)
     lines = "; ".join(dict.fromkeys(asked.values()))
-    warnings.warn(
+    warn_user(
         f"the forward skips what is empty ({lines}). The program "
         "computes on it and gives the same, but gradients of what is skipped on all ranks are "
         "zeros, where eager may leave None: an optimizer with momentum or weight decay tells them "
         "apart",
-        stacklevel=5,
     )
     program.notes += (f"captured for the case that {at}; the same program skips what is empty",)
     guards = captured.guards.and_of(other.guards)

@@ -26,7 +26,7 @@ from graphshard.capture.input_checks import as_plain, require_values_of, signatu
 from graphshard.capture.places import Buffer
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
-from graphshard.errors import CaptureError, RuntimeStateError
+from graphshard.errors import CaptureError, RuntimeStateError, warn_user
 from graphshard.format import some_of
 from graphshard.module.call_sizes import Call, CallSizes
 from graphshard.module.meta_model import set_flags
@@ -205,7 +205,7 @@ class Programs:
         """The program for a call of `entry`, captured if new, and the call's tensors."""
         tensors, structure = self._calls.take_apart(args, kwargs)
         if not _PLAIN_CLASSES.issuperset(map(type, tensors)):
-            tensors = as_plain(tensors, structure, self._noted, stacklevel=6)
+            tensors = as_plain(tensors, structure, self._noted)
         device = self.bindings.group.device
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
             try:
@@ -226,7 +226,7 @@ class Programs:
     ) -> Step:
         """The program for calls like this one, whose tensors may be real, meta or fake."""
         tensors, structure = take_apart((args, kwargs), name=CALL)
-        tensors = as_plain(tensors, structure, self._noted, stacklevel=6)
+        tensors = as_plain(tensors, structure, self._noted)
         on_device = {id(t): self._on_device(t) for t in tensors}
         tensors = [on_device[id(t)] for t in tensors]
         names = self.sizes.names(Call(tensors, structure, MAIN_ENTRY))
@@ -519,11 +519,10 @@ class Programs:
                     values.setdefault(what, set()).add(value)
             varying = sorted(what for what, seen in values.items() if len(seen) > 1)
             dynamic = f"pass {offer}" if offer else "name sizes that vary in dynamic="
-            warnings.warn(
+            warn_user(
                 f"more than {MANY} programs were captured for one module, each taking time and "
                 f"memory; what keeps changing: {', '.join(varying)}; {dynamic}, pad "
                 "inputs to few sizes, or pass numbers as tensors",
-                stacklevel=5,
             )
 
     def _log(self, text: str, *, expected: bool = False) -> None:

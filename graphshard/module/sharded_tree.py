@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.capture.code_walk import in_library
-from graphshard.errors import ModelChangeError, RuntimeStateError
+from graphshard.errors import ModelChangeError, RuntimeStateError, warn_user
 from graphshard.format import some_of
 from graphshard.module.switches import SETTERS, answer, is_foreign
 from graphshard.runtime.shards import Shard
@@ -415,10 +414,9 @@ def warn_of_lost_methods(model: nn.Module) -> None:
             if owner is not nn.Module and not in_library(owner.__module__):
                 lost[f"{owner.__name__}.{name}"] = None
     if lost:
-        warnings.warn(
+        warn_user(
             f"a sharded module does not call {some_of([*lost])}, but nn.Module's own; do what it "
             "does on the sharded module, for example pass the parameters to train to the optimizer",
-            stacklevel=4,
         )
 
 

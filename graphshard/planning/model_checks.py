@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from graphshard.errors import PlanError
+from graphshard.errors import PlanError, warn_user
 from graphshard.format import some_of
 from graphshard.policy.tree import ModuleTree
 from graphshard.torch_private import compat as torch_compat
@@ -52,11 +51,10 @@ def without_compiler(model: nn.Module) -> nn.Module:
     if original is not model or wrapped or called:
         names = "" if original is not model else f" of {some_of([*called, *wrapped])}"
         rest = f"; names of parameters keep {ORIGINAL!r} in them" if wrapped else ""
-        warnings.warn(
+        warn_user(
             f"torch.compile{names} has no effect in a sharded module, which runs the operators of "
             f'the forward by itself{rest}; leave it out, and pass backend="inductor" to '
             "graphshard.compile for compiled compute",
-            stacklevel=3,  # the caller of compile or plan
         )
     return original
 
@@ -137,10 +135,9 @@ def _warn_of_classes(tree: ModuleTree) -> None:
         if not is_plain(tensor)
     ]
     if special:
-        warnings.warn(
+        warn_user(
             "a captured forward sees plain parameters and tensors, so it takes no path that asks "
             f"for another class, and returns none; {some_of(special)}",
-            stacklevel=5,  # the caller of compile or plan
         )
 
 
@@ -194,11 +191,10 @@ def _warn_of_lost_state(tree: ModuleTree) -> None:
             extra.append(_described(fqn, module))
     for kind, modules in (("state-dict hooks", hooked), ("extra state", extra)):
         if modules:
-            warnings.warn(
+            warn_user(
                 "the sharded state_dict() holds parameters and buffers under their own names, and "
                 f"nothing of the {kind} of {some_of(modules)}; save and load what they add "
                 "yourself",
-                stacklevel=5,  # the caller of compile or plan
             )
 
 
@@ -214,12 +210,11 @@ def _warn_of_hooks(tree: ModuleTree) -> None:
         if str(getattr(hook, "__module__", "")).partition(".")[0] not in _HOOKS_OF_TENSORS_ALONE
     ]
     if hooks:
-        warnings.warn(
+        warn_user(
             "hooks on modules are captured with the forward and the backward: their tensor "
             "operations are in the program, and each call puts the tensors that they keep where "
             "they put them, but other effects in Python (print, count) happen only while "
             f"capturing; {some_of(hooks)}",
-            stacklevel=5,  # the caller of compile or plan
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from graphshard.errors import GraphshardError, PolicyError
+from graphshard.errors import GraphshardError, PolicyError, warn_user
 from graphshard.program import ops
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime import streams as side_streams
@@ -342,12 +341,11 @@ def _by_node(device: torch.device) -> tuple[int, int]:
             f"the nodes, and {reason}; start ranks with torchrun, which sets LOCAL_WORLD_SIZE, or "
             "pass mesh=init_device_mesh(device, (replicas, ranks to shard over))"
         )
-    if 1 < world_size == ranks:
-        warnings.warn(
+    if 1 < world_size == ranks and dist.get_rank() == 0:
+        warn_user(
             f"a HYBRID strategy without a mesh replicates over nodes, and all {ranks} ranks are on "
             "one: nothing is replicated, as by the strategy without HYBRID_; pass mesh= for groups "
             "within the node",
-            stacklevel=2,
         )
     return world_size // ranks, ranks
 

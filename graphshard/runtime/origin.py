@@ -9,7 +9,6 @@ wrong one, so each searches from the gradients that it gave to the reduce.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphshard.errors import NonFiniteError, NonFiniteWarning
+from graphshard.errors import NonFiniteError, NonFiniteWarning, warn_user
 from graphshard.program import ops
 from graphshard.program.collective import operands_of, params_of
 from graphshard.program.cut import cut, cut_backward
@@ -145,7 +144,7 @@ def tell(step: Any, program: Program, replay: Replay, found: Found, *, raises: b
             "compiled code rounds otherwise, or an input was overwritten since"
         )
     if not raises:
-        warnings.warn("\n".join(lines), NonFiniteWarning, stacklevel=2)
+        warn_user("\n".join(lines), NonFiniteWarning)
         return
     lines.append(_advice(program))
     node = None if origin is None else origin.node
