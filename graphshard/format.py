@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -45,6 +46,14 @@ def some_of(names: Sequence[str], joint: str = ", ", shown: int = 4) -> str:
     """Return the first `shown` of `names` and the number of others: "a, b and 3 more"."""
     more = len(names) - shown
     return joint.join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def meant(name: str, names: Iterable[str]) -> str:
+    """A question for the one of `names` that the misspelt `name` is like; "" if none is."""
+    known = list(names)
+    near = [each for each in known if each.startswith(name) or name.startswith(each)]
+    near = near or difflib.get_close_matches(name[:80], known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def mesh_text(shape: Sequence[int]) -> str:

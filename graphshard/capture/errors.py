@@ -7,7 +7,6 @@ at all.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import os
 import re
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from graphshard.errors import CaptureError, GraphshardError, ModelChangeError, user_line
+from graphshard.format import meant
 from graphshard.program.sizes import expression_text
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private import unbacked
@@ -54,8 +54,7 @@ def _meant(error: Exception, model: nn.Module) -> str:
     found = re.search(r"forward\(\) got an unexpected keyword argument '(\w+)'", str(error))
     if not isinstance(error, TypeError) or found is None:
         return ""
-    like = difflib.get_close_matches(found[1], inspect.signature(model.forward).parameters, n=1)
-    return f"; did you mean {like[0]}?" if like else ""
+    return meant(found[1], inspect.signature(model.forward).parameters)
 
 
 def _reason(error: Exception, environment: Any, line: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any, Never
+
+from graphshard.format import meant
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -26,6 +27,6 @@ class CommandParser(argparse.ArgumentParser):
         for argument in self.arguments:
             name = argument.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in options):
-                for like in difflib.get_close_matches(name, options, n=1):
-                    message = f"there is no option {name}; did you mean {like}?"
+                like = meant(name, options)
+                message = f"there is no option {name}{like}" if like else message
         super().error(message)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from graphshard.errors import CostError
+from graphshard.format import meant
 from graphshard.hardware.checks import KINDS, OVERHEADS, TABLES, checked
 from graphshard.hardware.curves import Points, default_kernel, rate_of
 from graphshard.plain_data import read_json, shown
@@ -224,8 +225,8 @@ class Hardware:
             found = False
         if not found:
             raise CostError(
-                f"there is no hardware preset or file {shown(str(what))}; presets: "
-                f"{', '.join(preset_names())}"
+                f"there is no hardware preset or file {shown(str(what))}"
+                f"{meant(str(what).lower(), preset_names())}; presets: {', '.join(preset_names())}"
             )
         return _from_table(path.stem, read_json(path, "the hardware file", CostError), str(path))
 

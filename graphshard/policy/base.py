@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from graphshard.errors import CostError, PolicyError
 from graphshard.format import bytes_in
 from graphshard.hardware.hardware import Hardware, preset_names
-from graphshard.policy.fields import FLAG, Check, check_fields, is_int
+from graphshard.policy.fields import FLAG, Check, check_fields, is_int, said
 from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.recompute import RecomputeChoice, as_field
 from graphshard.policy.strategy import Strategy
@@ -69,6 +70,10 @@ _CHECKS: dict[str, Check] = {
 }
 
 
+_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post"}
+"""By the names of torch's BackwardPrefetch, which may be given too."""
+
+
 MERGE_BELOW = {"nccl": 1 << 20, "gloo": 1 << 19}
 """By backend, bytes of one rank up to which neighbouring units share a collective by default.
 
@@ -99,7 +104,7 @@ class Policy:
             `reshard_root`.
         backward_prefetch: the place of a unit's gather in backward. "pre": before the compute of
             the unit that runs before it. "post": after that compute, before its gradients are
-            reduced. None: when the unit itself needs it.
+            reduced. None: when the unit itself needs it. torch's BackwardPrefetch is taken as well.
         forward_prefetch: how many units ahead of its use a gather is issued in forward. None: 1,
             so that compute hides it as in FSDP; but 0 where nothing could run beside it: over Gloo
             and on a single rank.
@@ -180,6 +185,15 @@ class Policy:
     sync_module_states: bool = False
     notes: tuple[str, ...] = ()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Add the fields that all policies share to the docstring of the policy `cls`."""
+        super().__init_subclass__(**kwargs)
+        own, shared = (inspect.cleandoc(kind.__doc__ or "") for kind in (cls, Policy))
+        arguments = shared.partition("\nArgs:")[2].partition("\n\nRaises:")[0]
+        before, raises, after = own.partition("\n\nRaises:")
+        if "\nArgs:" in before and arguments:
+            cls.__doc__ = f"{before}{arguments}{raises}{after}"
+
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "strategy", Strategy(self.strategy))
@@ -198,6 +212,8 @@ class Policy:
                 object.__setattr__(self, "memory_budget", bytes_in(self.memory_budget))
             except ValueError as error:
                 raise PolicyError(f"memory_budget: {error}") from None
+        name = getattr(self.backward_prefetch, "name", "")
+        object.__setattr__(self, "backward_prefetch", _PREFETCH.get(name, self.backward_prefetch))
         check_fields(self, _CHECKS)
         object.__setattr__(self, "notes", tuple(self.notes))
         object.__setattr__(self, "offload", _offload_set(self.offload))
@@ -329,7 +345,8 @@ def _offload_set(offload: Collection[str] | str | None) -> frozenset[str] | None
         kinds = (kinds,)
     if not all(kind in OFFLOADS for kind in kinds):
         raise PolicyError(
-            f"offload must be one of {', '.join(OFFLOADS)}, or several of them; got {offload!r}"
+            f"offload must be one of {', '.join(OFFLOADS)}, or several of them, or None; got "
+            f"{said(offload)}; torch's CPUOffloadPolicy() and CPUOffload(True) are 'params'"
         )
     return frozenset(kinds) or None
 

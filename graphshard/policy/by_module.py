@@ -9,6 +9,7 @@ from typing import Any
 
 from graphshard.errors import PolicyError
 from graphshard.policy.base import Policy, require_units_only, text_of
+from graphshard.policy.fields import named_arguments
 from graphshard.policy.placement import RequestedPlacement, checked_where
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree, TreeParam
@@ -26,6 +27,7 @@ Key = type | str
 _Match = tuple[Key, Mapping[str, Any], list[str]]
 
 
+@named_arguments
 @dataclass(frozen=True, repr=False)
 class ModulePolicy(Policy):
     """Named modules become units with their own options, besides the units of a base policy.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 
-from graphshard.policy.fields import FLAG, Check, check_fields
+from graphshard.policy.fields import FLAG, Check, check_fields, named_arguments
 from graphshard.torch_private import compat as torch_compat
 
 
@@ -39,6 +39,7 @@ _CHECKS = {
 }
 
 
+@named_arguments
 @dataclass(frozen=True)
 class MixedPrecision:
     """The dtypes to compute and communicate in, where they differ from the parameters' own.

@@ -5,13 +5,13 @@ Nothing is dropped silently: an unknown key is an error, and a key without a cou
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphshard.errors import PolicyError
+from graphshard.format import meant
 from graphshard.plain_data import read_json, read_yaml, shortened, shown
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -98,8 +98,7 @@ class Section(dict[str, Any]):
         self._prefix = prefix
         for key in values:
             if key not in table:
-                close = difflib.get_close_matches(str(key)[:80], table, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+                hint = meant(repr(key), map(repr, table))
                 raise PolicyError(f"{where} has an unknown key {shown(key)}{hint}")
         for key, value in values.items():
             if value is not None and value == default:

@@ -9,13 +9,14 @@ from torch import nn
 
 from graphshard.errors import PolicyError
 from graphshard.policy.base import Policy, as_set, text_of
-from graphshard.policy.fields import is_int
+from graphshard.policy.fields import is_int, named_arguments
 from graphshard.policy.strategy import Strategy
 from graphshard.policy.tree import ModuleTree
 
 __all__ = ["BlockPolicy", "LambdaPolicy", "Policy", "SizePolicy", "Strategy"]
 
 
+@named_arguments
 @dataclass(frozen=True, repr=False)
 class SizePolicy(Policy):
     """Units by size, as torch's `size_based_auto_wrap_policy`, but a tied parameter counts once.
@@ -82,6 +83,7 @@ class SizePolicy(Policy):
         return [fqn for fqn in tree.modules if fqn in chosen]
 
 
+@named_arguments
 @dataclass(frozen=True, repr=False)
 class BlockPolicy(Policy):
     """Every module of the given classes is a unit.
@@ -132,6 +134,7 @@ class BlockPolicy(Policy):
         return chosen
 
 
+@named_arguments
 @dataclass(frozen=True, repr=False)
 class LambdaPolicy(Policy):
     """Every module for which `fn(module)` is True is a unit; `fn` is not called for the root.

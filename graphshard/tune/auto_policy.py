@@ -12,6 +12,7 @@ from torch import nn
 from graphshard.errors import PlanError
 from graphshard.format import human_bytes, human_seconds
 from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.fields import named_arguments
 from graphshard.progress import Stages
 from graphshard.tune.request import PolicyRequest
 from graphshard.tune.runs import RunRequest, Runs, tune_runs
@@ -19,6 +20,7 @@ from graphshard.tune.tuner import tune
 from graphshard.tune.tuning import Tuning, taken
 
 
+@named_arguments
 @dataclass(frozen=True)
 class AutoPolicy(PolicyRequest):
     """A request for the policy with the fastest simulated step that fits in memory.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -15,12 +17,15 @@ from hypothesis import strategies as st
 from meta_models import Block, Example, Weight, llama, tree_of
 from paths import DATA
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from graphshard.errors import PolicyError
 from graphshard.planning.planner import make_plan
+from graphshard.policy.by_module import ModulePolicy
+from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.tree import ModuleTree
 from graphshard.policy.units import BlockPolicy, LambdaPolicy, Policy, SizePolicy, Strategy
 
@@ -247,6 +252,20 @@ def test_lambda_policy_wants_a_bool():
         select(LambdaPolicy(lambda module: None), Example())
 
 
+@pytest.mark.parametrize("kind", [SizePolicy, BlockPolicy, LambdaPolicy, ModulePolicy])
+def test_the_help_of_a_policy_has_all_options(kind: type[Policy]) -> None:
+    text = inspect.getdoc(kind)
+    arguments, _, raises = text.partition("\n\nRaises:")
+    assert raises
+    for field in dataclasses.fields(kind):
+        assert re.search(rf"^    {field.name}: ", arguments, re.MULTILINE), field.name
+
+
+def test_torch_s_enums_are_taken() -> None:
+    for name, ours in (("BACKWARD_PRE", "pre"), ("BACKWARD_POST", "post")):
+        assert SizePolicy(backward_prefetch=fsdp.BackwardPrefetch[name]).backward_prefetch == ours
+
+
 # -- fields ------------------------------------------------------------------------------------
 
 
@@ -271,6 +290,12 @@ def test_lambda_policy_wants_a_bool():
             "leave one of them out",
         ),
         (lambda: SizePolicy(mixed_precision=torch.bfloat16), r"MixedPrecision\(param_dtype="),
+        (
+            lambda: SizePolicy(mixed_precision=fsdp.MixedPrecisionPolicy()),
+            r"must be a graphshard.MixedPrecision, .*; got torch's MixedPrecisionPolicy",
+        ),
+        (lambda: SizePolicy(mixed_precision=fsdp.MixedPrecision()), "torch's MixedPrecision"),
+        (lambda: SizePolicy(offload=fsdp.CPUOffloadPolicy()), "got torch's CPU.* are 'params'"),
         (lambda: SizePolicy(offload="optimizer"), "params, activations"),
         (lambda: SizePolicy(ignored=[3]), "ignored"),
         (lambda: SizePolicy(backward_prefetch="before"), "backward_prefetch"),
@@ -292,6 +317,15 @@ def test_lambda_policy_wants_a_bool():
         (lambda: SizePolicy(recompute="budget"), "needs memory_budget"),
         (lambda: SizePolicy(sync_module_states=1), "sync_module_states"),
         (lambda: SizePolicy(schedule="early"), "schedule must be one of fsdp, overlap"),
+        (
+            lambda: SizePolicy(recompte="units"),
+            "SizePolicy takes no .*'recompte'; did you mean rec",
+        ),
+        (lambda: BlockPolicy(clases={Block}), "did you mean classes"),
+        (lambda: LambdaPolicy(print, speed=9), "no argument 'speed'; it takes fn, strategy, resh"),
+        (lambda: ModulePolicy({}, bse=None), "did you mean base"),
+        (lambda: MixedPrecision(param_dtyp="bf16"), "did you mean param_dtype"),
+        (lambda: SizePolicy(schedule="overlap", hardware="h100"), "did you mean h100-sxm"),
         (lambda: SizePolicy(hardware="h100-sxm"), "with schedule='fsdp' it has no effect"),
         (lambda: SizePolicy(schedule="overlap", hardware="h900"), "presets: a100-40gb"),
         (lambda: SizePolicy(schedule="overlap", hardware=8), "hardware"),
