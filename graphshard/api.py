@@ -34,7 +34,7 @@ from graphshard.planning.searched import (
     sendable,
 )
 from graphshard.policy.base import Policy
-from graphshard.policy.fields import is_int
+from graphshard.policy.fields import is_int, named_arguments
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.agreement import Agreement
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from graphshard.tune.auto_policy import AutoPolicy
 
 
+@named_arguments
 def compile(  # noqa: A001  # as torch.compile
     model: nn.Module,
     policy: Policy | AutoPolicy,
@@ -195,6 +196,7 @@ def compile(  # noqa: A001  # as torch.compile
     return sharded
 
 
+@named_arguments
 def plan(
     model: nn.Module,
     policy: Policy | AutoPolicy,
@@ -247,6 +249,7 @@ def plan(
     device, process_group_backend = _place(policy, device, process_group_backend)
     sizes = Dynamic.of(model, dynamic)
     shape = None if mesh_shape is None else mesh_sizes(mesh_shape)
+    ranks_unsaid = world_size is None and shape is None
     if world_size is None:
         world_size = torch.Size(shape or (1,)).numel()
     most = world_size if process_group_backend == "gloo" else 1
@@ -278,6 +281,9 @@ def plan(
             process_group_backend=process_group_backend if world_size > 1 else "none",
             hosts=hosts,
         )
+        if ranks_unsaid:
+            warnings = (*sharding_plan.warnings, _ONE_RANK)
+            sharding_plan = replace(sharding_plan, warnings=warnings)
     if example_inputs is None and example_kwargs is None:
         return sharding_plan
     return plan_with_program(
@@ -290,6 +296,12 @@ def plan(
         passes=passes,
         progress=progress,
     )
+
+
+_ONE_RANK = (
+    "this plan is for 1 rank, which shards nothing, since graphshard.plan got no number of ranks; "
+    "give world_size= or mesh_shape="
+)
 
 
 def _place(

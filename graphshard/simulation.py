@@ -23,17 +23,18 @@ from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.planner import mesh_sizes
 from graphshard.planning.searched import asks_for_hardware
 from graphshard.policy.base import Policy
-from graphshard.policy.fields import is_int
+from graphshard.policy.fields import is_int, named_arguments
 from graphshard.program import ops
 from graphshard.program.program import Program
 
 _INPUTS = "give example_inputs or example_kwargs, a call of the model, to capture it from"
 
 
+@named_arguments
 def simulate(
     what: nn.Module | Program | ShardingPlan,
-    *,
     policy: Policy | None = None,
+    *,
     hardware: Hardware | str | os.PathLike[str],
     world_size: int | None = None,
     mesh_shape: Sequence[int] | str | None = None,

@@ -103,6 +103,7 @@ def test_a_model_and_its_plan_cost_the_same_however_they_are_given():
     expected = graphshard.simulate(whole, **COMMON)
     asked = [
         graphshard.simulate(gpt(), policy=BLOCKS, world_size=8, **inputs, **COMMON),
+        graphshard.simulate(gpt(), BLOCKS, world_size=8, **inputs, **COMMON),
         graphshard.simulate(gpt(), plan=bare, **inputs, **COMMON),
         graphshard.simulate(bare, model=gpt(), **inputs, **COMMON),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -29,6 +30,13 @@ def test_a_plan_without_inputs_has_no_program() -> None:
     assert plan.program is None
 
 
+def test_a_plan_without_a_number_of_ranks_says_so() -> None:
+    said = "warning: this plan is for 1 rank, which shards nothing, since graphshard.plan got no "
+    assert said in str(graphshard.plan(meta_gpt(), BLOCK))
+    for given in ({"world_size": 1}, {"mesh_shape": (1,)}):
+        assert said not in str(graphshard.plan(meta_gpt(), BLOCK, **given))  # type: ignore[arg-type]
+
+
 def test_a_plan_with_inputs_has_the_rewritten_program() -> None:
     examples = tuple(t.to("meta") for t in tokens_of(0, 0))
     plan = graphshard.plan(meta_gpt(), BLOCK, mesh_shape=(4,), example_inputs=examples)
@@ -36,6 +44,30 @@ def test_a_plan_with_inputs_has_the_rewritten_program() -> None:
     assert plan.program is not None
     gathers = [e.unit for e in plan.program.schedule() if e.op == "all_gather"]
     assert sorted(set(gathers)) == ["", "blocks.0", "blocks.1"]
+
+
+def test_a_misspelt_argument_is_told() -> None:
+    model = meta_gpt()
+    for call, given, meant in (
+        (graphshard.plan, {"mesh": (2,)}, "mesh_shape"),
+        (graphshard.plan, {"worldsize": 2}, "world_size"),
+        (graphshard.compile, {"mesh_shape": (2,)}, "mesh"),
+        (graphshard.simulate, {"policy": BLOCK, "hardwar": "h200"}, "hardware"),
+    ):
+        args = (model, BLOCK) if call is not graphshard.simulate else (model,)
+        with pytest.raises(TypeError, match=f"takes no argument .* did you mean {meant}[?]") as e:
+            call(*args, **given)  # type: ignore[operator]
+        assert isinstance(e.value, PolicyError)
+    assert "mesh_shape" in inspect.signature(graphshard.plan).parameters
+
+
+def test_a_warning_is_of_the_user_s_line() -> None:
+    model = meta_gpt()
+    model.register_state_dict_post_hook(lambda *_: None)
+    for call in (graphshard.plan, graphshard.compile):
+        with pytest.warns(UserWarning, match="state-dict hooks") as said:
+            call(model, BLOCK)
+        assert [w.filename for w in said] == [__file__]
 
 
 def test_a_plan_for_inference_has_no_backward() -> None:
