@@ -1,16 +1,15 @@
-"""Choose the passes for a policy, and run them in order, each timed and verified."""
+"""Choose the passes for a policy, run them in order, each timed, and verify the program."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from operator import is_
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
+import graphshard.passes
 from graphshard.capture.questions import ASSUMES
 from graphshard.errors import GraphshardError, PassError
 from graphshard.hardware.hardware import Hardware
@@ -51,8 +50,8 @@ from graphshard.program.spans import assign_units
 from graphshard.progress import Stages
 from graphshard.torch_private.gc_pause import collect_only_new, pause_collections
 from graphshard.verify.facts import Reference
-from graphshard.verify.numbering import Values, constants_of
-from graphshard.verify.rules import RULES, rules_of, verify
+from graphshard.verify.numbering import Values
+from graphshard.verify.rules import OF_EACH_PASS, RULES, verify
 
 
 def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
@@ -87,34 +86,6 @@ def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
                 "it is otherwise get a program of their own"
             )
     return replace(plan, warnings=(*plan.warnings, *warnings))
-
-
-Snapshot = Sequence[Any]
-
-
-def snapshot(program: Program) -> Snapshot | None:
-    """A shallow copy of a program's tables, nodes and their metadata, to detect changes by `equal`.
-
-    Every edit of a node's arguments replaces them, so comparing identities is enough. Constants go
-    with their versions, as a pass may write into them. Returns None for a program with symbolic
-    sizes, whose guards change in place.
-    """
-    if program.sizes is not None:
-        return None
-    values: list[Any] = [getattr(program, field.name) for field in fields(program)]
-    values += [constant.version for constant in constants_of(program)]
-    for node in program.graph.nodes:
-        values += (node, node.op, node.target, node.args, node.kwargs)
-        values += node.meta
-        values += node.meta.values()
-    return values
-
-
-def equal(before: Snapshot | None, after: Snapshot | None) -> bool:
-    """Whether nothing was replaced between two snapshots of one program."""
-    if before is None or after is None or len(before) != len(after):
-        return False
-    return all(map(is_, before, after))
 
 
 @dataclass(frozen=True)
@@ -251,7 +222,7 @@ def run_passes(
     watcher: Watcher | None = None,
     progress: Stages | None = None,
 ) -> list[PassTiming]:
-    """Give the nodes of a captured `program` their units, then apply `passes`, each verified.
+    """Give the nodes of a captured `program` their units, then apply `passes`, and verify.
 
     Args:
         program: edited in place.
@@ -269,7 +240,17 @@ def run_passes(
     """
     # Whoever plans may have set another default device, which the passes' own tensors are not for.
     with collect_only_new(), torch.device("cpu"):
-        return _run(program, plan, passes, watcher, progress)
+        assign_units(program, plan)
+        again = program.copy()
+        try:
+            return _run(program, plan, passes, watcher, progress)
+        except Exception as error:
+            failed = error
+        # The pass at fault may be an earlier one than the one behind which it was noticed.
+        if again.sizes is not None:
+            again.sizes.drop_later_guards()
+        _run(again, plan, passes, None, progress, every=True)
+        raise failed
 
 
 def _run(
@@ -278,11 +259,18 @@ def _run(
     passes: Sequence[PassLike],
     watcher: Watcher | None,
     progress: Stages | None,
+    *,
+    every: bool = False,
 ) -> list[PassTiming]:
+    """Apply `passes`, and verify before the first, behind the last, and around the user's own.
+
+    Behind one of ours that another follows, only the rules that ask about a single pass are
+    checked. `every`: all rules are checked behind every pass.
+    """
     timings: list[PassTiming] = []
-    assign_units(program, plan)
     with _stage(progress, "verify"), pause_collections():
         checks = _Checks(program, plan)
+    ours = [*map(_is_ours, passes), False]
     with _stage(progress, "passes", len(passes)):
         for place, step in enumerate(passes):
             start = time.perf_counter()
@@ -290,13 +278,17 @@ def _run(
                 _apply(step, program, plan, passes[place + 1 :])
             applied = time.perf_counter()
             with _stage(progress, "verify"), pause_collections():
-                checks.after(step)
+                checks.after(step, fully=every or not (ours[place] and ours[place + 1]))
             timings.append(PassTiming(step.name, applied - start, time.perf_counter() - applied))
             if watcher is not None:
                 watcher(step, program)
             if progress is not None:
                 progress.advance()
     return timings
+
+
+def _is_ours(step: PassLike) -> bool:
+    return type(step).__module__.startswith(f"{graphshard.passes.__name__}.")
 
 
 class _Checks:
@@ -307,21 +299,11 @@ class _Checks:
         self.stages = Stage.CAPTURED
         facts = verify(program, plan, after="capture", done=self.stages)
         self.captured = self.reference = Reference.of(program, facts=facts)
-        self.last_snapshot = snapshot(program)
 
-    def after(self, step: PassLike) -> None:
-        """Verify the program after `step`.
-
-        If the pass changed nothing, only the rules that require more from its stages on are
-        checked: the pass may have missed its purpose.
-        """
-        before, self.last_snapshot = self.last_snapshot, snapshot(self.program)
-        unchanged = equal(before, self.last_snapshot)
+    def after(self, step: PassLike, *, fully: bool) -> None:
+        """Verify the program after `step`: by all rules, or by those about a single pass."""
         stages = stages_of(step)
         self.stages |= stages
-        rules = rules_of(stages) if unchanged else RULES
-        if not rules:
-            return
         changes_values = getattr(step, "changes_values", False)
         reference = replace(self.reference, values=None) if changes_values else self.reference
         if Stage.ACCUMULATED in stages:
@@ -332,13 +314,14 @@ class _Checks:
             after=step.name,
             done=self.stages,
             reference=reference,
-            rules=rules,
+            rules=RULES if fully else OF_EACH_PASS,
         )
-        if unchanged:
-            return
         if changes_values:
             self.captured = replace(self.captured, values=Values.of(self.program))
-        self.reference = Reference.of(self.program, self.captured, facts)
+        if fully:
+            self.reference = Reference.of(self.program, self.captured, facts)
+        else:
+            self.reference = self.reference.moved_to(self.program, facts)
 
 
 def _apply(

@@ -240,6 +240,10 @@ class Sizes:
                 "graphshard.program.sizes.hint of them"
             )
 
+    def drop_later_guards(self) -> None:
+        """Forget the guards that were added since `close_guards`."""
+        del self.guards[self._closed_at :], self.guards.lines[self._closed_at :]
+
     def _fixed_size_text(self, size: Size, number: Any, dim_text: str) -> str:
         line = where = None
         for guard, at in zip(self.guards, self.guards.lines, strict=True):

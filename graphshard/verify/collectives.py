@@ -23,7 +23,7 @@ from graphshard.program.collective import (
 )
 from graphshard.program.pass_protocol import Stage
 from graphshard.program.program import signature
-from graphshard.verify.facts import CollectiveKey, Facts, collective_key
+from graphshard.verify.facts import CollectiveKey, Facts, Issued
 
 
 def check_shards(facts: Facts) -> None:
@@ -242,10 +242,9 @@ def check_order(facts: Facts) -> None:
     """
     if facts.reference is None:
         return
-    now_issued = [(collective_key(node), node) for node in facts.collectives]
     for kind in ("gather", "reduce", "average"):
         before = [item for item in facts.reference.collectives if _kind(item[0]) == kind]
-        after = [item for item in now_issued if _kind(item[0]) == kind]
+        after = [item for item in facts.issued if _kind(item[0]) == kind]
         was, now = _occurrences(before), _occurrences(after)
         unchanged = {
             item[0]
@@ -254,17 +253,17 @@ def check_order(facts: Facts) -> None:
         }
         expected = [item for item in before if item[0] in unchanged]
         issued = [item for item in after if item[0] in unchanged]
-        for (expected_key, name), (key, node) in zip(expected, issued, strict=True):
+        for (expected_key, old), (key, node) in zip(expected, issued, strict=True):
             if key != expected_key:
                 facts.fail(
                     "order",
                     node,
-                    f"it is issued where %{name} was before the pass; every rank must issue one "
-                    "sequence of collectives, so gathers keep their order, and reduces theirs",
+                    f"it is issued where %{old.name} was before the pass; every rank must issue "
+                    "one sequence of collectives, so gathers keep their order, and reduces theirs",
                 )
 
 
-def _occurrences(collectives: Iterable[tuple[CollectiveKey, Any]]) -> Counter[CollectiveKey]:
+def _occurrences(collectives: Iterable[Issued]) -> Counter[CollectiveKey]:
     """The number of times that each collective occurs, and that its kind moves each parameter."""
     return Counter(each for key, _ in collectives for each in _with_each_param(key))
 

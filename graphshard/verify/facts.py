@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -21,6 +21,9 @@ from graphshard.verify.numbering import Values
 
 CollectiveKey = tuple[str, str, str, tuple[str, ...], str]
 
+Issued = tuple[CollectiveKey, fx.Node]
+"""A collective with its key."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -31,7 +34,7 @@ class Reference:
     tables: Mapping[str, tuple[Any, ...]]
     settings: Mapping[str, Any]  # see `settings_of`
     added: frozenset[tuple[str, str]] | None  # see `added_by`; None for a pass that may change it
-    collectives: tuple[tuple[CollectiveKey, str], ...]  # each with the name of its node, in order
+    collectives: Sequence[Issued]  # in order
     reads: Mapping[fx.Node, tuple[Signature, ...]]  # shape and dtype of each compute node's inputs
     results: tuple[tuple[Signature, ...], ...]  # of outputs and mutations
     signatures: Signatures  # of every tensor asked about so far
@@ -52,18 +55,21 @@ class Reference:
             for param, grad in zip(program.params, results.grads, strict=True)
             if grad is not None
         )
-        collectives = (node for node in program.nodes() if ops.is_collective(node))
         return cls(
             graded=graded if captured is None else captured.graded,
             values=Values.of(program) if captured is None else captured.values,
             tables=tables_of(program),
             settings=settings_of(program),
             added=added_by(program),
-            collectives=tuple((collective_key(node), node.name) for node in collectives),
+            collectives=issued_by(program, facts),
             reads=reads_of(program.graph.nodes, cache) if facts is None else facts.reads,
             results=(signatures(results.outputs), signatures(results.mutations)),
             signatures=cache,
         )
+
+    def moved_to(self, program: Program, facts: Facts | None) -> Reference:
+        """This reference with what `OF_EACH_PASS` looks at, as it is in `program` now."""
+        return replace(self, added=added_by(program), collectives=issued_by(program, facts))
 
 
 def tables_of(program: Program) -> dict[str, tuple[Any, ...]]:
@@ -84,8 +90,15 @@ def settings_of(program: Program) -> dict[str, Any]:
 
 def added_by(program: Program) -> frozenset[tuple[str, str]]:
     """The accumulated gradients that `program` adds: parameter, and "gradient" or "shard"."""
-    adds = (node for node in program.nodes() if node.target is ops.add_accumulated)
+    adds = program.graph.find_nodes(op="call_function", target=ops.add_accumulated, sort=False)
     return frozenset((str(param_of(node)), str(OneTensor.of(node).accumulated_as)) for node in adds)
+
+
+def issued_by(program: Program, facts: Facts | None) -> list[Issued]:
+    """The collectives of `program` in their order; `facts` are as those of `Reference.of`."""
+    if facts is not None:
+        return facts.issued
+    return [(collective_key(node), node) for node in program.nodes() if ops.is_collective(node)]
 
 
 def collective_key(node: fx.Node) -> CollectiveKey:
@@ -113,6 +126,11 @@ class Facts:
     signatures: Signatures = field(default_factory=lambda: Signatures())
 
     @cached_property
+    def issued(self) -> list[Issued]:
+        """Every collective with its key, in order."""
+        return [(collective_key(node), node) for node in self.collectives]
+
+    @cached_property
     def reads(self) -> Mapping[fx.Node, tuple[Signature, ...]]:
         """Shape and dtype of each input of every compute node."""
         return reads_of(self.nodes, self.signatures)
@@ -137,7 +155,7 @@ class Facts:
         for node in facts.nodes:
             if node.op != "call_function":
                 continue
-            if node.target in ops.COLLECTIVES:
+            if ops.is_collective(node):
                 facts.collectives.append(node)
                 facts.waits.setdefault(node, [])
             elif node.target is ops.wait:

@@ -1,4 +1,4 @@
-"""The rules that a program must keep, checked before the first pass and after each.
+"""The rules that a program must keep, checked before the first pass and after the last.
 
 The checker only reads. Each rule is one function over the facts of `graphshard.verify.facts`, and
 a row of `RULES`; the first broken rule raises. Rules know the stages that passes establish, and no
@@ -85,9 +85,8 @@ RULES: tuple[Rule, ...] = (
 """Every rule, in the order of the checks: later ones rely on earlier ones."""
 
 
-def rules_of(stages: Stage) -> tuple[Rule, ...]:
-    """The rules that ask more, or apply at all, from any of `stages` on."""
-    return tuple(rule for rule in RULES if (rule.since | rule.stricter) & stages)
+OF_EACH_PASS = tuple(rule for rule in RULES if rule.check in (check_accumulated, check_order))
+"""The rules that ask more of each pass than of all passes together; their checks are cheap."""
 
 
 def _all_stages() -> Stage:

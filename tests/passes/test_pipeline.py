@@ -22,6 +22,7 @@ from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.recompute_budget import RecomputeToBudget
 from graphshard.passes.reduce_grads import ReduceGrads
+from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.unshard import Unshard
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.plan import ShardingPlan
@@ -38,7 +39,7 @@ from graphshard.program.pass_protocol import (
 from graphshard.program.program import Program
 from graphshard.verify import rules as verify_module
 from graphshard.verify.facts import Facts, Reference
-from graphshard.verify.rules import FINISHED, RULES, rules_of
+from graphshard.verify.rules import FINISHED, RULES
 
 DEFAULT = [
     "recompute",
@@ -153,29 +154,68 @@ def test_a_pass_that_breaks_the_program_is_named() -> None:
         run_passes(program, plan, (*default_passes(plan.policy), DropFrees()))
 
 
-def test_what_a_pass_left_as_it_was_is_not_verified_again(monkeypatch) -> None:
-    program, plan = captured()
-    verified: list[tuple[str, bool]] = []
+@contextmanager
+def verified() -> Iterator[list[tuple[str, bool]]]:
+    """The passes behind which the program is verified inside, and whether by all rules."""
+    seen: list[tuple[str, bool]] = []
 
     def verify(*args: Any, after: str, rules: Any = RULES, **options: Any) -> Any:
-        verified.append((after, rules is RULES))
+        seen.append((after, rules is RULES))
         return verify_module.verify(*args, after=after, rules=rules, **options)
 
-    monkeypatch.setattr(pipeline, "verify", verify)
-    run_passes(program, plan, (*default_passes(plan.policy), DropFrees("nothing", do=False)))
-    assert verified == [
-        ("capture", True),
-        ("unshard", True),
-        ("regather", True),
-        ("reduce_grads", True),
-        ("reduce_replicas", False),
-        ("precision", False),
-        ("accumulate", False),
-        ("prefetch", True),
-        ("sink_waits", True),
-        ("insert_free", True),
-        ("release_early", False),
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "verify", verify)
+        yield seen
+
+
+def test_all_rules_are_checked_at_the_ends_and_around_passes_of_ones_own() -> None:
+    program, plan = captured()
+    first, *rest = default_passes(plan.policy)
+    with verified() as seen:
+        run_passes(program, plan, (first, *rest))
+    assert seen[0] == ("capture", True)
+    assert seen[1:] == [(name, name == DEFAULT[-1]) for name in DEFAULT]
+    program, plan = captured()
+    with verified() as seen:
+        run_passes(program, plan, (first, DropFrees("mine", do=False), *rest))
+    assert [name for name, fully in seen if fully] == ["capture", first.name, "mine", DEFAULT[-1]]
+
+
+@pytest.mark.parametrize("noticed_by", ["the rules", "a later pass"])
+def test_a_pass_of_ours_that_breaks_the_program_is_named(monkeypatch, noticed_by: str) -> None:
+    """The passes run again on a copy, verified by all rules behind each."""
+    program, plan = captured()
+    passes = default_passes(plan.policy)
+    apply = InsertFree.apply
+
+    def frees_too_little(step: InsertFree, program: Program, plan: ShardingPlan) -> None:
+        apply(step, program, plan)
+        program.graph.erase_node(next(n for n in program.nodes() if n.target is ops.free))
+
+    monkeypatch.setattr(InsertFree, "apply", frees_too_little)
+    if noticed_by == "a later pass":
+        monkeypatch.setattr(SplitGathers, "apply", lambda *_: 1 / 0)
+    with (
+        verified() as seen,
+        pytest.raises(VerifyError, match=r"after pass 'insert_free' .*'frees'"),
+    ):
+        run_passes(program, plan, passes)
+    assert [name for name, _ in seen].count("capture") == 2
+    assert seen[-1] == ("insert_free", True)
+
+
+def test_passes_of_ours_keep_the_order_of_gathers_one_by_one(monkeypatch) -> None:
+    program, plan = captured()
+    apply = InsertFree.apply
+
+    def swaps_gathers(step: InsertFree, program: Program, plan: ShardingPlan) -> None:
+        apply(step, program, plan)
+        first, second, *_ = (n for n in program.nodes() if n.target is ops.all_gather)
+        first.prepend(second)
+
+    monkeypatch.setattr(InsertFree, "apply", swaps_gathers)
+    with pytest.raises(VerifyError, match=r"after pass 'insert_free' .*'order'"):
+        run_passes(program, plan, default_passes(plan.policy))
 
 
 @pytest.mark.parametrize("idle", [Unshard, ReduceGrads, InsertFree], ids=lambda c: c.__name__)
@@ -226,9 +266,6 @@ def test_the_default_passes_establish_every_stage_that_rules_ask_about() -> None
         check_finite="error",
     )
     assert stages_of(*default_passes(policy)) == FINISHED | Stage.OFFLOADED == ~Stage.CAPTURED
-    assert {rule for stage in Stage for rule in rules_of(stage)} == {
-        rule for rule in RULES if rule.since | rule.stricter
-    }
 
 
 @dataclass(frozen=True)
