@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
 
 from torch import fx
 
@@ -60,9 +61,12 @@ class MergeGathers(ByCost):
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
         share = self._choose_share(program, plan, rest) if self.share is None else self.share
         if share and plan.world_size > 1:
-            for phase, ahead in ((FORWARD, self.forward), (BACKWARD, self.backward)):
-                if _merge_gathers(program, phase, share):
-                    _issue_ahead(program, plan, phase, ahead)
+            merged = [p for p in (FORWARD, BACKWARD) if _merge_gathers(program, p, share)]
+            if merged:
+                steps = find_spans(program, plan).steps
+                ahead = {FORWARD: self.forward, BACKWARD: self.backward}
+                for phase in merged:
+                    _issue_ahead(program, steps(phase), phase, ahead[phase])
             _merge_reduces(program, share)
 
     def _choose_share(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
@@ -136,11 +140,10 @@ def _merge_gathers(program: Program, phase: str, share: int) -> bool:
     return len(groups) < len(waits)
 
 
-def _issue_ahead(program: Program, plan: ShardingPlan, phase: str, ahead: int) -> None:
-    """Issue each gather of `phase` before the step that first uses the one `ahead` of it."""
+def _issue_ahead(program: Program, steps: Sequence[fx.Node], phase: str, ahead: int) -> None:
+    """Issue each gather of `phase` before the one of `steps` that first uses the `ahead` of it."""
     if not ahead:
         return
-    spans = find_spans(program, plan)
     waits = sorted(
         (wait for wait in gather_waits(program) if wait.meta["phase"] == phase),
         key=ops.collective_of,
@@ -150,11 +153,11 @@ def _issue_ahead(program: Program, plan: ShardingPlan, phase: str, ahead: int) -
         readers = [user for node in used for user in node.users if ops.is_compute(user)]
         if not readers or min(readers).meta["phase"] != phase:
             continue
-        steps = [step for step in spans.steps(phase) if step <= min(readers)]
+        step = bisect_right(steps, min(readers)) - 1
         issue = issue_of(ops.collective_of(wait))
-        if steps and steps[-1] < issue[0]:
+        if step >= 0 and steps[step] < issue[0]:
             for node in issue:
-                steps[-1].prepend(node)
+                steps[step].prepend(node)
 
 
 def _groups(
@@ -223,8 +226,8 @@ def _merge_reduces(program: Program, share: int) -> None:
     for _, alike in groupby(sorted(reduces, key=_kind), key=_kind):
         waits = [wait for reduce in alike for wait in reduce.users]
         for group in _groups(waits, program, share, lambda group, wait: True):
-            for before, wait in pairwise(group):
-                join_reduces(program, before, wait)
+            if len(group) > 1:
+                join_reduces(program, group)
 
 
 def _kind(reduce: fx.Node) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program.aliases import gather_waits
+from graphshard.program.aliases import derived_values, gather_waits
 from graphshard.program.edit import entries_by_name, erase_dead, insert_gather, prune_gather, rewire
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
@@ -36,8 +36,7 @@ class Regather(Pass):
         self._check(program, plan)
 
     def _check(self, program: Program, plan: ShardingPlan) -> None:
-        spans = find_spans(program, plan)
-        for value, source in spans.derived.items():
+        for value, source in derived_values(program, plan).items():
             if source.node.meta["phase"] != FORWARD or not plan.unit(source.unit).options.reshard:
                 continue
             for user in value.users:

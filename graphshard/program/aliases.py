@@ -207,6 +207,8 @@ def derived_values(program: Program, plan: ShardingPlan) -> dict[fx.Node, Parame
                 assert isinstance(index, int)
                 param_fqn = params_of(gather)[index]
                 sources[node] = ParameterSource(node, param_fqn, plan.unit_of_param(param_fqn))
+        elif sources.keys().isdisjoint(node.all_input_nodes):
+            continue
         elif ops.is_compute(node) and _is_derivation(node):
             base = tensor_inputs(node)[0]
             if base in sources:

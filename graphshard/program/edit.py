@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -412,27 +414,28 @@ def join_gathers(program: Program, first: fx.Node, second: fx.Node) -> None:
         program.graph.erase_node(node)
 
 
-def join_reduces(program: Program, first: fx.Node, second: fx.Node) -> None:
-    """Merge the reduce that `first` ends into the later one that `second` ends.
+def join_reduces(program: Program, waits: Sequence[fx.Node]) -> None:
+    """Merge the reduces that `waits` end, in order of the graph, into the last of them.
 
-    The nodes that process the earlier results move behind the later wait.
+    The nodes that process the earlier results move behind the last wait.
     """
-    reduce, merged = ops.collective_of(first), ops.collective_of(second)
-    offset = len(operands_of(reduce))
-    for node in unpacks(second):
-        node.args = (second, offset + node.args[1])  # type: ignore[operator]
-    second.meta["val"] = [*first.meta["val"], *second.meta["val"]]
-    merged.kwargs = (Collective.of(reduce) + Collective.of(merged)).kwargs
-    merged.args = ([*operands_of(reduce), *operands_of(merged)],)
-    merged.meta["unit"] = second.meta["unit"] = reduce.meta["unit"]
-    picked = unpacks(first)
-    last = second
-    for node in [node for node in (*picked, *follow_ups(picked)) if node < second]:
+    *earlier, wait = waits
+    *reduces, merged = map(ops.collective_of, waits)
+    offset = sum(len(each.meta["val"]) for each in earlier)
+    for node in unpacks(wait):
+        node.args = (wait, offset + node.args[1])  # type: ignore[operator]
+    wait.meta["val"] = [val for each in waits for val in each.meta["val"]]
+    merged.args = ([value for each in (*reduces, merged) for value in operands_of(each)],)
+    merged.kwargs = reduce(add, map(Collective.of, (*reduces, merged))).kwargs
+    merged.meta["unit"] = wait.meta["unit"] = reduces[0].meta["unit"]
+    picked = [node for each in earlier for node in unpacks(each)]
+    last = wait
+    for node in [node for node in (*picked, *follow_ups(picked)) if node < wait]:
         last.append(node)
         last = node
-    for node in picked:
-        node.args = (second, node.args[1])
-    for node in (first, reduce):
+    for index, node in enumerate(picked):
+        node.args = (wait, index)
+    for node in (*earlier, *reduces):
         program.graph.erase_node(node)
 
 

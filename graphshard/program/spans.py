@@ -91,23 +91,25 @@ def find_spans(program: Program, plan: ShardingPlan) -> UnitSpans:
     open_spans: dict[str, tuple[fx.Node, fx.Node]] = {}  # by unit, the first and the last node
     spans: list[UnitSpan] = []
     phase = FORWARD
+    touched: dict[str, None] = {}
+    latest: object = None
 
     def close(*units: str) -> None:
         for unit in units:
             first, last = open_spans.pop(unit)
             spans.append(UnitSpan(unit, phase, first, last, position[first], position[last]))
 
-    for node in program.nodes():
-        if not ops.is_compute(node):
-            continue
+    for node in filter(ops.is_compute, program.graph.nodes):
         if node.meta["phase"] != phase:
             close(*open_spans)
             phase = node.meta["phase"]
-        unit = node.meta["unit"]
-        touched = dict.fromkeys((*ancestry(unit), *_read_units(node, derived)))
-        for other in list(open_spans):
-            if other not in touched and not plan.is_nested(other, unit):
-                close(other)
+        unit, read = node.meta["unit"], _read_units(node, derived)
+        if (unit, read) != latest:  # else what is open stays so
+            latest = unit, read
+            touched = dict.fromkeys((*ancestry(unit), *read))
+            for other in list(open_spans):
+                if other not in touched and not plan.is_nested(other, unit):
+                    close(other)
         for name in touched:
             first, _ = open_spans.get(name, (node, node))
             open_spans[name] = first, node

@@ -78,13 +78,15 @@ def readers_of(
     Readers of a view, cast or copy of a value count too, and those nodes themselves do not.
     """
     by_value: dict[fx.Node, dict[fx.Node, None]] = {}
-    for value, source in derived.items():
-        if source.node.op == "placeholder" or source.node.args[0] is not wait:
-            continue
-        readers = by_value.setdefault(source.node, {})
-        for user in value.users:
-            if user not in derived and user.op == "call_function":
-                readers[user] = None
+    for full in unpacks(wait):
+        readers = by_value.setdefault(full, {})
+        values = [full]
+        for value in values:  # grows while it is walked
+            for user in value.users:
+                if user in derived:
+                    values.append(user)
+                elif user.op == "call_function":
+                    readers[user] = None
     return by_value
 
 
