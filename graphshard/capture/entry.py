@@ -297,9 +297,10 @@ def _trace_and_rebuild(
     if not way.functional:
         mode.no_writes.require(joint.graph)
     needs_grad = [grad and t.requires_grad for t in fakes]
-    program = program_of_joint(
-        joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
-    )
+    with pause_collections():
+        program = program_of_joint(
+            joint, traced, inputs, needs_grad, training=model.training, sizes=sizes
+        )
     place_casts(program, precisions)
     require_one_dtype(program, precisions)
     _check_gradients(program, traced)

@@ -69,11 +69,13 @@ class Template:
     def require_closed(self) -> None:
         """Raise if its nodes read other values than the inputs, or others read theirs."""
         known: set[fx.Node] = set()
+        calls = notes_of(self.forward.enter)[CALLS]
         for half in self.halves:
             known.update(half.inputs.values())
             for node in half.nodes:
                 known.add(node)
-                if not known.issuperset(node.all_input_nodes):
+                inside = notes_of(node).get(CALLS, calls)[: len(calls)] == calls
+                if not inside or not known.issuperset(node.all_input_nodes):
                     raise RepetitionError(f"{node} in a block reads a value from outside")
             if not known.issuperset(half.leave.all_input_nodes):
                 raise RepetitionError("a block returns a value from outside")
@@ -133,6 +135,7 @@ class Copies:
         self._values: dict[int, dict[fx.Node, Any]] = {}  # by call: of template's nodes
         self._fresh = itertools.count(-1, -1)  # numbers of calls, all others being positive
         self._numbers: dict[tuple[int, int], int] = {}
+        self._names: dict[int, dict[Any, Any]] = defaultdict(dict)  # by call: new for old ones
         self._results: list[fx.Node] = []
         self._forward: dict[int, fx.Node] = {}  # by call: the node that is left out
         borders: dict[tuple[int, int], fx.Node] = {}
@@ -203,31 +206,39 @@ class Copies:
             if each.op == "get_attr":  # a constant
                 values[each] = new[each]
             else:
-                values[each] = add(each, values, self._annotations(template, each, call))
+                values[each] = add(each, values, self._renamed(template, call, notes_of(each)))
         return [values[each] for each in half.results]
 
-    def _annotations(self, template: Template, node: fx.Node, call: int) -> Notes:
+    def _renamed(self, template: Template, call: int, old: Notes) -> Notes:
         """The annotations of a copy, as a whole trace of that call would make them."""
-        old = notes_of(node)
         if not old:
             return old
+        renamed = self._names[call]
         start, here = notes_of(template.forward.enter), notes_of(self._forward[call])
-        rename = renaming(start[FQN], here[FQN])
-        new = {**old, FQN: rename(old[FQN])} if FQN in old else dict(old)
-        if CALLS in old:
-            inside = old[CALLS][len(start[CALLS]) :]
-            own = ((rename(fqn), self._number(call, number)) for fqn, number in inside)
-            new[CALLS] = (*here[CALLS], *own)
-        if REGION in old:
-            regions = old[REGION][len(start.get(REGION, ())) :]
-            own_regions = (self._number(call, number) for number in regions)
-            new[REGION] = (*here.get(REGION, ()), *own_regions)
+        new = dict(old)
+        for key in (FQN, CALLS, REGION):
+            if key in old:
+                value = (key, old[key])
+                if value not in renamed:
+                    renamed[value] = self._moved(key, call, old[key], start, here)
+                new[key] = renamed[value]
         if LINE in old and old[LINE] == start.get(LINE):
             new[LINE] = here[LINE]
         return new
 
+    def _moved(self, key: str, call: int, value: Any, start: Notes, here: Notes) -> Any:
+        rename = renaming(start[FQN], here[FQN])
+        if key == FQN:
+            return rename(value)
+        inside = value[len(start.get(key, ())) :]
+        if key == REGION:
+            return (*here.get(key, ()), *(self._number(call, number) for number in inside))
+        return (*here[key], *((rename(fqn), self._number(call, number)) for fqn, number in inside))
+
     def _number(self, call: int, number: int) -> int:
-        return self._numbers.setdefault((call, number), next(self._fresh))
+        if (call, number) not in self._numbers:
+            self._numbers[call, number] = next(self._fresh)
+        return self._numbers[call, number]
 
 
 def _template(
