@@ -280,7 +280,7 @@ def _trace_and_rebuild(
         restore_random_state() as generators,
         cast_at_units(model, precisions),
         _sizes_by_values(sizes, questions, values),
-        repetition.tracing(model, precisions, lambda: mode.asked, way.functional),
+        repetition.tracing(model, precisions, mode, way.functional),
     ):
         try:
             joint = _trace(

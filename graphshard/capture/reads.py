@@ -50,6 +50,7 @@ class Reads:
     effects: what it changed besides attributes of modules, which is undone.
     settled: attributes of objects that it set from None to a plain value, with these; not among
         the changes of `effects`, but undone as well.
+    writes: how often it assigned an attribute of a module or object.
     used: plain tensors, with values, that it computed with.
     draws: random generators of its own that it drew from.
     clocks: functions of `time` that it called, with a source line each.
@@ -60,6 +61,7 @@ class Reads:
         self.effects = Effects()
         self.settled: list[Assignment] = []
         self.used: list[Tensor] = []
+        self.writes = 0
         self.draws: list[str] = []
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
@@ -106,6 +108,7 @@ class Reads:
 
         def __setattr__(owner: Any, name: str, value: Any) -> None:  # noqa: N807
             if id(owner) in known:
+                self.writes += 1
                 self._lines.setdefault(_joined(known[id(owner)], name), user_line_here() or "")
                 self._seen.add((id(owner), name))  # what is read later is of this forward
             write(owner, name, value)

@@ -13,7 +13,7 @@ tensors, repeats nothing. Whatever does not fit ends the trace, and another one 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.guards import frozen
-from graphshard.capture.places import MISSING
+from graphshard.capture.places import MISSING, Place, Version
 from graphshard.capture.reads import Reads
 from graphshard.capture.side_effects import Effects, ModuleState
 from graphshard.capture.structure import Structure, take_apart
@@ -37,6 +37,9 @@ ENTER, EXIT, EXIT_BACKWARD, ENTER_BACKWARD = range(4)
 """The borders of a call: forward goes in and out at the first two, backward at the last two."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_OF_TRACED = ("elem", "_is_param")
+"""Attributes of functional tensors and of parameters."""
 
 _WEIGHTS = ("_parameters", "_buffers")
 
@@ -101,7 +104,10 @@ class Kind:
     """Calls that are alike.
 
     key: the block and the arguments, in the form to compare.
-    reads: the attributes that the first call read, each with the path of its module in the block.
+    reads: the attributes that the first call read, each with the path of its module in the block,
+        and the value there.
+    around: the state besides the block's own that the run had read by the end of that call.
+    writes: how often the run had assigned attributes by then.
     result: the structure of what a call returns.
     sources: where each tensor of the result is from: (True, number of an input), or (False, number
         of an own result).
@@ -114,7 +120,9 @@ class Kind:
 
     key: Hashable
     block: Block
-    reads: list[tuple[str, str]] = field(default_factory=list)
+    reads: list[tuple[str, str, Any]] = field(default_factory=list)
+    around: list[tuple[Place | Version, Any]] = field(default_factory=list)
+    writes: int = 0
     result: Structure | None = None
     sources: tuple[tuple[bool, int], ...] = ()
     forms: tuple[_Form, ...] = ()
@@ -161,13 +169,17 @@ class _Call:
         self.arguments = tuple(places[id(tensor)] for tensor in self.tensors)
         self.installed = tuple(places[id(tensor)] for tensor in installed)
 
-    def fits(self) -> bool:
-        """Whether the inputs say all about it that the block can see."""
+    def fits(self, attributes: Set[str]) -> bool:
+        """Whether the inputs say all about it that the block can see.
+
+        `attributes` are those that tensors have of themselves.
+        """
         return (
             self.structure.is_plain
             and bool(self.inputs)
             and not {*self.arguments} & {*self.installed}
             and not any(map(is_real, self.inputs))
+            and all(vars(tensor).keys() <= attributes for tensor in self.tensors)
         )
 
     def key(self, modes: int) -> Hashable:
@@ -178,6 +190,11 @@ class _Call:
         ambient = (
             mode_count() - modes,
             torch.is_grad_enabled(),
+            torch.get_default_dtype(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
             *(torch.is_autocast_enabled(kind) for kind in devices),
             *(torch.get_autocast_dtype(kind) for kind in devices),
         )
@@ -189,14 +206,14 @@ class _Call:
         args, kwargs = self.args, self.kwargs
         if not own:
             args, kwargs = self.structure.build([inputs[place] for place in self.arguments])
-        versions = [tensor._version for tensor in inputs]
+        before = [*map(_state_of, inputs)]
         self._install(inputs)
         try:
             output = forward(*args, **kwargs)
         finally:
             self._install(self.inputs)
         unchanged = take_apart((args, kwargs), name="")[1] == self.structure
-        return output, unchanged and [tensor._version for tensor in inputs] == versions
+        return output, unchanged and [*map(_state_of, inputs)] == before
 
     def _install(self, inputs: Sequence[Tensor]) -> None:
         for (table, name), place in zip(self.weights, self.installed, strict=True):
@@ -221,20 +238,17 @@ class Repetition:
 
     @contextlib.contextmanager
     def tracing(
-        self,
-        model: nn.Module,
-        precisions: Precisions | None,
-        asked: Callable[[], int],
-        functional: bool,
+        self, model: nn.Module, precisions: Precisions | None, mode: Any, functional: bool
     ) -> Iterator[None]:
-        """The context of a trace of `model`, backward included.
+        """The context of a trace of `model` in a fake `mode`, backward included.
 
-        `asked` says how many values the trace asked for so far, `functional` whether it may write.
+        `functional`: it may write.
         """
-        self._functional = functional
+        self._mode, self._functional = mode, functional
+        with mode:
+            self._attributes = {*vars(torch.empty(0)), *_OF_TRACED}
         if self._wanted:
             self._blocks = [*_alike_blocks(model, precisions)]
-        self._asked = asked
         _active.append(self)
         try:
             yield
@@ -293,7 +307,12 @@ class Repetition:
             call = None
         again = block.fqn in self._called  # gradients of several uses are not one sum
         self._called.add(block.fqn)
-        if call is None or again or not call.fits() or block.hooks() != self._hooks[block.fqn]:
+        if (
+            call is None
+            or again
+            or not call.fits(self._attributes)
+            or block.hooks() != self._hooks[block.fqn]
+        ):
             self._give_up(block)
             return forward(*args, **kwargs)
         if self._runs == 1 and not self._uses_alone(call):
@@ -326,34 +345,51 @@ class Repetition:
         return alone
 
     def _reads_alike(self, kind: Kind, block: Block) -> bool:
-        return all(
-            frozen(vars(kind.block.modules[path]).get(name, MISSING))
-            == frozen(vars(block.modules[path]).get(name, MISSING))
-            for path, name in kind.reads
+        return (
+            kind.writes == self._reads.writes
+            and all(
+                frozen(vars(block.modules[path]).get(name, MISSING)) == value
+                for path, name, value in kind.reads
+            )
+            and all(frozen(place.read()) == value for place, value in kind.around)
         )
 
     def _trace_first(self, kind: Kind, call: _Call, forward: Callable[..., Any]) -> Any:
         """Trace a call as it is, and note its kind if others may repeat it."""
         before = [ModuleState(path, module) for path, module in kind.block.modules.items()]
-        asked = self._asked()
+        asked = self._mode.asked
         output, pure = call.run(forward, call.inputs)
         effects = Effects()
         for each in before:
             each.tell_changes(effects)
         own, kind.result, kind.sources = _taken_apart(output, call.inputs)
         kind.forms = tuple(map(_Form.of, own))
-        paths = {id(module): path for path, module in kind.block.modules.items()}
-        kind.reads = self._reads.attributes_of(paths)
-        pure = pure and not effects.changes and not effects.left and self._asked() == asked
-        pure = pure and kind.result.is_plain
+        modules = kind.block.modules
+        kind.reads = [
+            (path, name, frozen(vars(modules[path]).get(name, MISSING)))
+            for path, name in self._reads.attributes_of({id(modules[p]): p for p in modules})
+        ]
+        tables = {id(vars(module)) for module in modules.values()}
+        kind.around = [
+            (place, frozen(place.read()))
+            for place in self._reads.places
+            if id(place.owner) not in tables
+        ]
+        kind.writes = self._reads.writes
+        pure = pure and not effects.changes and not effects.left and self._mode.asked == asked
+        pure = pure and kind.result.is_plain and self._are_plain(own)
         # A view may be written later on, and what it is a view of is then written as well.
         views = self._functional and any(each._is_view() for each in own)
-        if own and pure and not views and not any(map(is_real, own)):
+        if own and pure and not views:
             kind.met = 1
             self.kinds.append(kind)
         else:
             self._give_up(kind.block)
         return output
+
+    def _are_plain(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether copies of them are the same to all code."""
+        return all(not is_real(each) and vars(each).keys() <= self._attributes for each in tensors)
 
     def _give_up(self, block: Block) -> None:
         self._unfit.add(block.likeness)
@@ -370,12 +406,13 @@ class Repetition:
         output, pure = call.run(forward, inputs)
         own, result, sources = _taken_apart(output, inputs)
         forms = tuple(map(_Form.of, own))
+        pure = pure and self._are_plain(own)
         if not pure or (result, sources, forms) != (kind.result, kind.sources, kind.forms):
             raise RepetitionError("two calls return differently", kind)
         return _result(kind, call.inputs, _Border.apply(self, kind, number, EXIT, *own))
 
     def _leave_out(self, kind: Kind, call: _Call) -> Any:
-        for path, name in kind.reads:
+        for path, name, _ in kind.reads:
             self._reads.note(call.block.modules[path], name)
         self.used = True
         return _result(kind, call.inputs, _LeftOut.apply(self, kind, self._number(), *call.inputs))
@@ -386,6 +423,11 @@ class Repetition:
 
 
 _active: list[Repetition] = []
+
+
+def _state_of(tensor: Tensor) -> tuple[int, bool, list[str]]:
+    """What a block may change of a tensor that it is given."""
+    return tensor._version, tensor.requires_grad, [*vars(tensor)]
 
 
 def _taken_apart(
