@@ -256,6 +256,64 @@ class WithoutGrad(Stack):
         return self.head(x).square().mean()
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+_MODE = {"scale": 1.0}
+
+
+class Following(Block):
+    """Computes by settings that it shares with the others, and by a global."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.settings.scale * _MODE["scale"]
+
+
+class Leading(Stack):
+    """Changes what the blocks follow, and puts it back."""
+
+    def __init__(self, changes: str) -> None:
+        settings = Settings()
+        super().__init__(lambda index: Following(settings))
+        self.settings, self.changes = settings, changes
+
+    def forward(self, x: Tensor) -> Any:
+        for index, block in enumerate(self.blocks):
+            if self.changes == "object":
+                self.settings.scale = 2.0 if index % 3 else 1.0
+            elif self.changes == "global":
+                _MODE["scale"] = 2.0 if index % 3 else 1.0
+            else:
+                self.blocks[0].alpha = block.alpha = 2.0 if index == 5 else 1.0  # type: ignore[union-attr, assignment]
+            x = block(x)
+        self.settings.scale = _MODE["scale"] = 1.0
+        return self.head(x).square().mean()
+
+
+class Marking(Block):
+    """Hangs a tensor on what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.mean_of_it = x.mean()  # type: ignore[attr-defined]
+        return y
+
+
+class StackOfMarking(Stack):
+    def forward(self, x: Tensor) -> Any:
+        loss = torch.zeros((), device=x.device)
+        for block in self.blocks:
+            x = block(x)
+            loss = loss + getattr(x, "mean_of_it", 0.0)
+        return self.head(x).square().mean() + loss
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = op is torch.ops.aten.addmm.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -337,6 +395,7 @@ REPEATED: dict[str, Callable[[], nn.Module]] = {
     "a block without gradients": WithoutGrad,
     "autocast in turn": lambda: Autocast(lambda index: InTwoWays()),
     "writes of its own": lambda: Stack(lambda index: Writing("own")),
+    "a global that changes": lambda: Leading("global"),
     "a hook inside of one": lambda: Stack(_with_hook),
     "one in eval mode": lambda: Stack(_in_eval),
     "a replaced forward": _replaced_forward,
@@ -357,6 +416,9 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "results used outside": lambda: EachUsed(at="each"),
     "inputs of two uses": lambda: StackOfCross(lambda index: Cross()),
     "each block called twice": Twice,
+    "settings that change": lambda: Leading("object"),
+    "attributes that change": lambda: Leading("module"),
+    "attributes of tensors": lambda: StackOfMarking(lambda index: Marking()),
     "a draw that skips": lambda: Skipping(),
     "a draw inside": lambda: Stack(lambda index: DrawingInside()),
     "a question": lambda: Stack(lambda index: Asking()),
