@@ -24,6 +24,8 @@ _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
 
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 
+_TABLES = frozenset({"vars", "__dict__", "__getattribute__", "getattr_static", "attrgetter"})
+
 _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, staticmethod,
     classmethod, property, functools.partial, types.MethodType,
@@ -46,11 +48,12 @@ class CodeWalk:
     places: the globals, class attributes and cells on the way that hold data. What torch, numpy and
         the standard library define is left out.
     compares_identity: some code on the way compares objects by `is`, other than with None.
+    reads_tables: some code may read attributes past their names, as by `vars(self)`.
     """
 
     def __init__(self, methods: Iterable[str] = ("forward",)) -> None:
         self.places: list[Place] = []
-        self.compares_identity = False
+        self.compares_identity = self.reads_tables = False
         self._methods = (*methods, *_OF_ANY_CLASS)
         self._seen: set[tuple[int, int]] = set()
         self._kept: list[Any] = []
@@ -119,6 +122,7 @@ class CodeWalk:
                 self.places.append(Place(f"{function.__qualname__}.{kind}", function, kind))
         names = _names_in(function.__code__)
         self.compares_identity |= names.compares
+        self.reads_tables |= not _TABLES.isdisjoint((*names.globals_, *names.attributes))
         for name in names.globals_ & function.__globals__.keys():
             place = Place(f"{function.__module__}.{name}", function.__globals__, name)
             self._value(place, place.read(), None, names.attributes)

@@ -30,7 +30,9 @@ from graphshard.errors import CaptureError, user_line_here
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
 
-_OF_ANY_MODULE = frozenset({*dir(nn.Module), *vars(nn.Module())})
+_OF_ANY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+
+_METHODS = frozenset(dir(nn.Module)) - _OF_ANY_MODULE
 
 _PATCHABLE = frozenset({"argparse"})
 """Modules of the standard library whose classes hold users' settings."""
@@ -51,6 +53,7 @@ class Reads:
     settled: attributes of objects that it set from None to a plain value, with these; not among
         the changes of `effects`, but undone as well.
     writes: how often it assigned an attribute of a module or object.
+    hooks_of_tensors: how often it may have hung a hook on a tensor.
     used: plain tensors, with values, that it computed with.
     draws: random generators of its own that it drew from.
     clocks: functions of `time` that it called, with a source line each.
@@ -61,7 +64,7 @@ class Reads:
         self.effects = Effects()
         self.settled: list[Assignment] = []
         self.used: list[Tensor] = []
-        self.writes = 0
+        self.writes = self.hooks_of_tensors = 0
         self.draws: list[str] = []
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
@@ -155,7 +158,8 @@ class Reads:
     def _note_module(self, module: nn.Module, name: str) -> None:
         self._seen.add((id(module), name))
         attributes = vars(module)
-        if name in _OF_ANY_MODULE or any(name in attributes[table] for table in TABLES):
+        of_class = name in _METHODS and name not in attributes
+        if of_class or name in _OF_ANY_MODULE or any(name in attributes[t] for t in TABLES):
             return
         path = _joined(self._fqns[id(module)], name)
         self._add(Place(path, attributes, name, of_module=True), attributes.get(name, MISSING))
@@ -228,6 +232,10 @@ class Reads:
         """Note that the values of a plain tensor were read as numbers."""
         shape = ", ".join(map(str, tensor.shape))
         self.places.append(Version(f"the values of a plain tensor of shape [{shape}]", tensor))
+
+    def note_hook(self) -> None:
+        """Note that code of the user's may run in backward."""
+        self.hooks_of_tensors += 1
 
     def at_line(self, *paths: str) -> str:
         """Where the first of `paths` was assigned of which it is known, for a message."""

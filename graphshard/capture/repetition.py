@@ -15,17 +15,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.guards import frozen
+from graphshard.capture.code_walk import CodeWalk
+from graphshard.capture.guards import CONTAINERS, frozen
 from graphshard.capture.places import MISSING, Place, Version
 from graphshard.capture.reads import Reads
 from graphshard.capture.side_effects import Effects, ModuleState
-from graphshard.capture.structure import Structure, take_apart
+from graphshard.capture.structure import Same, Structure, take_apart
 from graphshard.errors import CaptureError
 from graphshard.policy.precision import Precisions
 from graphshard.torch_private.trace import is_real, mode_count
@@ -37,6 +39,8 @@ ENTER, EXIT, EXIT_BACKWARD, ENTER_BACKWARD = range(4)
 """The borders of a call: forward goes in and out at the first two, backward at the last two."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
 
 _OF_TRACED = ("elem", "_is_param")
 """Attributes of functional tensors and of parameters."""
@@ -106,6 +110,8 @@ class Kind:
     key: the block and the arguments, in the form to compare.
     reads: the attributes that the first call read, each with the path of its module in the block,
         and the value there.
+    by_all: whether all attributes have to be alike, since code that runs in backward may read any,
+        or code that takes them by other means than their names.
     around: the state besides the block's own that the run had read by the end of that call.
     writes: how often the run had assigned attributes by then.
     result: the structure of what a call returns.
@@ -121,6 +127,7 @@ class Kind:
     key: Hashable
     block: Block
     reads: list[tuple[str, str, Any]] = field(default_factory=list)
+    by_all: bool = False
     around: list[tuple[Place | Version, Any]] = field(default_factory=list)
     writes: int = 0
     result: Structure | None = None
@@ -348,16 +355,17 @@ class Repetition:
         return (
             kind.writes == self._reads.writes
             and all(
-                frozen(vars(block.modules[path]).get(name, MISSING)) == value
+                _exact(vars(block.modules[path]).get(name, MISSING)) == value
                 for path, name, value in kind.reads
             )
-            and all(frozen(place.read()) == value for place, value in kind.around)
+            and (not kind.by_all or _attributes(block) == _attributes(kind.block))
+            and all(_exact(place.read()) == value for place, value in kind.around)
         )
 
     def _trace_first(self, kind: Kind, call: _Call, forward: Callable[..., Any]) -> Any:
         """Trace a call as it is, and note its kind if others may repeat it."""
         before = [ModuleState(path, module) for path, module in kind.block.modules.items()]
-        asked = self._mode.asked
+        asked, hooks = self._mode.asked, self._reads.hooks_of_tensors
         output, pure = call.run(forward, call.inputs)
         effects = Effects()
         for each in before:
@@ -366,16 +374,21 @@ class Repetition:
         kind.forms = tuple(map(_Form.of, own))
         modules = kind.block.modules
         kind.reads = [
-            (path, name, frozen(vars(modules[path]).get(name, MISSING)))
+            (path, name, _exact(vars(modules[path]).get(name, MISSING)))
             for path, name in self._reads.attributes_of({id(modules[p]): p for p in modules})
         ]
         tables = {id(vars(module)) for module in modules.values()}
         kind.around = [
-            (place, frozen(place.read()))
+            (place, _exact(place.read()))
             for place in self._reads.places
             if id(place.owner) not in tables
         ]
         kind.writes = self._reads.writes
+        kind.by_all = (
+            hooks != self._reads.hooks_of_tensors
+            or _runs_python_backward(own, call.inputs)
+            or CodeWalk.of(kind.block.module).reads_tables
+        )
         pure = pure and not effects.changes and not effects.left and self._mode.asked == asked
         pure = pure and kind.result.is_plain and self._are_plain(own)
         # A view may be written later on, and what it is a view of is then written as well.
@@ -423,6 +436,39 @@ class Repetition:
 
 
 _active: list[Repetition] = []
+
+
+def _exact(value: Any) -> Any:
+    """`value` in a form to compare: by all that it holds, or else by identity."""
+    kind = type(value)
+    if kind is partial:
+        return kind, _exact((value.func, value.args, value.keywords))
+    if kind in (list, tuple, set, dict):
+        items = (*value, *value.values()) if kind is dict else value
+        return kind, len(value), (frozenset if kind is set else tuple)(map(_exact, items))
+    return Same(value) if isinstance(value, CONTAINERS) else frozen(value)
+
+
+def _attributes(block: Block) -> Any:
+    return [
+        (path, name, _exact(value))
+        for path, module in block.modules.items()
+        for name, value in vars(module).items()
+        if name not in _OF_ANY_MODULE and name != "forward"
+    ]
+
+
+def _runs_python_backward(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
+    """Whether a Function of the user's is in the graph of autograd between the two."""
+    reached = [tensor.grad_fn for tensor in results]
+    seen = {None, *(tensor.grad_fn for tensor in inputs)}
+    for node in reached:
+        if node not in seen:
+            seen.add(node)
+            reached += [before for before, _ in node.next_functions]
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                return True
+    return False
 
 
 def _state_of(tensor: Tensor) -> tuple[int, bool, list[str]]:
@@ -479,6 +525,8 @@ def _likeness(fqn: str, module: nn.Module, precisions: Precisions | None) -> Has
         return None
     if len(modules) == 1 or not any(True for _ in module.parameters()):
         return None
+    if any(_has_slots(type(each).__mro__) for each in modules.values()):
+        return None
     return tuple(
         (
             path,
@@ -490,6 +538,13 @@ def _likeness(fqn: str, module: nn.Module, precisions: Precisions | None) -> Has
         )
         for path, each in modules.items()
     )
+
+
+@cache
+def _has_slots(bases: tuple[type, ...]) -> bool:
+    """Whether modules of a class of these bases have attributes besides those in `vars`."""
+    members = (value for base in bases for value in vars(base).values())
+    return any(isinstance(value, MemberDescriptorType) for value in members)
 
 
 def _precision(fqn: str, precisions: Precisions) -> Hashable:

@@ -222,6 +222,12 @@ NO_COMPUTE: frozenset[Any] = frozenset({
 
 _GRAD: Any = _tensor["grad"].__get__
 
+_INTO_BACKWARD: frozenset[Any] = frozenset({
+    torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
+    _tensor["grad_fn"].__get__,
+})  # fmt: skip
+"""Functions of tensors by which code of the user's comes to run in backward."""
+
 _AS_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
     for name in ("numpy", "__array__", "tolist", "item", "__bool__", "__float__", "__int__")
@@ -232,8 +238,8 @@ class PastTheTrace(TorchFunctionMode):
     """Inside this mode what goes past a trace is refused: `.data` assigned, `.grad` read.
 
     The numbers of a real tensor are read from it, instead of from the fake one it would become;
-    `note_values` is told of it, and `note_use` of each that is computed with. `names` are those of
-    parameters and buffers, by identity.
+    `note_values` is told of it, and `note_use` of each that is computed with. `note_hook` is told
+    of what may run code in backward. `names` are those of parameters and buffers, by identity.
     """
 
     def __init__(
@@ -241,11 +247,13 @@ class PastTheTrace(TorchFunctionMode):
         names: Mapping[int, str],
         note_values: Callable[[Tensor], None],
         note_use: Callable[[Tensor], None],
+        note_hook: Callable[[], None],
     ) -> None:
         super().__init__()
         self._names = names
         self._note_values = note_values
         self._note_use = note_use
+        self._note_hook = note_hook
         self.assigned = ""  # what had .data assigned
         self._error: Exception | None = None
 
@@ -264,6 +272,8 @@ class PastTheTrace(TorchFunctionMode):
                 f"reads .grad of {self._name(args[0])}, which a trace does not know, and which is "
                 "a shard between steps; pass what depends on it as an argument"
             )
+        if func in _INTO_BACKWARD:
+            self._note_hook()
         if func not in NO_COMPUTE:
             for each in pytree.tree_leaves((args, kwargs)):
                 if is_real(each):
