@@ -28,6 +28,7 @@ from graphshard.capture.as_eager import (
     recurrent_layers,
     transformers_as_in_eager,
 )
+from graphshard.capture.borders import RepetitionError
 from graphshard.capture.captured import Capture
 from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
@@ -39,7 +40,7 @@ from graphshard.capture.joint import program_of_joint
 from graphshard.capture.packed_sequences import packed_sequences
 from graphshard.capture.questions import Questions
 from graphshard.capture.recipes import Leaf, Recipes
-from graphshard.capture.repetition import Repetition, RepetitionError
+from graphshard.capture.repetition import Repetition
 from graphshard.capture.side_effects import WriteError, restore_random_state
 from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
 from graphshard.capture.structure import CALL, take_apart

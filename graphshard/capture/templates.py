@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.capture.annotation import CALLS, FQN, KEEP, LINE, REGION
-from graphshard.capture.repetition import (
+from graphshard.capture.borders import (
     BORDER,
     ENTER,
     ENTER_BACKWARD,
@@ -25,9 +25,9 @@ from graphshard.capture.repetition import (
     EXIT_BACKWARD,
     LEFT_OUT,
     Kind,
-    Repetition,
     RepetitionError,
 )
+from graphshard.capture.repetition import Repetition
 
 Notes = Mapping[str, Any]
 

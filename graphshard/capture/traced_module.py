@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from graphshard.capture.borders import edges_of
 from graphshard.capture.casting import dtype_of_buffer
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
@@ -31,7 +32,7 @@ from graphshard.capture.places import (
     refill,
 )
 from graphshard.capture.reads import Reads
-from graphshard.capture.repetition import Repetition, is_border
+from graphshard.capture.repetition import Repetition
 from graphshard.capture.side_effects import (
     PLANNED,
     ModuleTables,
@@ -420,19 +421,17 @@ def _reachable(results: list[Any], params: list[Tensor]) -> frozenset[int]:
     index = {id(param): i for i, param in enumerate(params)}
     outputs = [t for t in results if isinstance(t, Tensor)]
     reached = {index[id(t)] for t in outputs if id(t) in index and t.requires_grad}
-    stack = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    stack = [(t.grad_fn, t.output_nr) for t in outputs if t.grad_fn is not None]
     seen = set(stack)
     while stack:
-        node = stack.pop()
+        node, output = stack.pop()
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in index:
             reached.add(index[id(variable)])
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_border(node):
-            continue  # a user's Function may give no gradient on purpose
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
+        for edge in edges_of(node, output):
+            if edge[0] is not None and edge not in seen:
+                seen.add(edge)
+                stack.append(edge)
     return frozenset(reached)
 
 

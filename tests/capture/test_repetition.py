@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from graphshard.capture import repetition
+from graphshard.capture import alike, repetition
 from graphshard.capture.captured import Capture
 from graphshard.capture.entry import capture
 from graphshard.policy import MixedPrecision
@@ -538,7 +538,7 @@ def _both(
         state = random.getstate()
         captured = capture(model, (x,), **options)
     with monkeypatch.context() as patch:
-        patch.setattr(repetition, "FEWEST", 1 << 30)
+        patch.setattr(alike, "FEWEST", 1 << 30)
         random.setstate(state)
         whole = capture(model, (x,), **options)
     return captured, whole, made[-1].used and any(kind.repeats for kind in made[-1].kinds)
