@@ -93,6 +93,7 @@ def exact(value: Any) -> Any:
 
 def alike_blocks(model: nn.Module, precisions: Precisions | None) -> Iterator[Block]:
     """The outermost modules with enough siblings of their likeness."""
+    names = {id(module): fqn for fqn, module in model.named_modules()}
     reached = [("", model)]
     for fqn, module in reached:
         children = [
@@ -107,7 +108,10 @@ def alike_blocks(model: nn.Module, precisions: Precisions | None) -> Iterator[Bl
                 reached += alike
             else:
                 for path, child in alike:
-                    yield Block(path, child, likeness, dict(child.named_modules()))
+                    modules = dict(child.named_modules())
+                    # One that another block holds, too, has the name that it has there.
+                    if all(names[id(m)].startswith(path) for m in modules.values()):
+                        yield Block(path, child, likeness, modules)
 
 
 def _likeness(fqn: str, module: nn.Module, precisions: Precisions | None) -> Hashable:

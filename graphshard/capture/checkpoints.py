@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from graphshard.capture.annotation import KEEP, REGION
+from graphshard.capture.structure import Same
 from graphshard.errors import CaptureError
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
@@ -100,6 +102,16 @@ def tag_checkpoint_regions(*, off_target: bool = False) -> Iterator[None]:
         yield
 
 
+def policies_with_state() -> int:
+    """How many selective checkpoints there were whose policy may answer alike calls otherwise."""
+    return _KeepTags.own
+
+
+def compared_mode(mode: Any) -> Hashable:
+    """A mode in the form to compare: one of a selective checkpoint by its policy."""
+    return Same(mode.policy if isinstance(mode, _KeepTags) else mode)
+
+
 def _selection(context_fn: Any, off_target: bool) -> contextlib.AbstractContextManager[Any]:
     """A context that tags the results which the contexts of a checkpoint would save."""
     if context_fn is None:
@@ -121,6 +133,9 @@ def _selection(context_fn: Any, off_target: bool) -> contextlib.AbstractContextM
 class _KeepTags(TorchDispatchMode):
     """Asks the policy of a selective checkpoint about each operator, and tags saved results."""
 
+    own = 0
+    """How many there were with a policy that may have a state of its own."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """True, so that this mode may stand above the tracer's own."""
@@ -129,6 +144,8 @@ class _KeepTags(TorchDispatchMode):
     def __init__(self, policy: Callable[..., Any], off_target: bool) -> None:
         super().__init__()
         self.policy, self.off_target = policy, off_target
+        if not isinstance(policy, FunctionType) or policy.__closure__:
+            _KeepTags.own += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -416,7 +416,7 @@ def tell_what_is_baked_in(
     traced: TracedModel, drawn_from: Sequence[str], entry: EntryPoint, program: Program
 ) -> list[str]:
     """Warn of each kind once; returns notes for the program."""
-    side_effects = traced.reads.clocks, traced.state_changes, traced.left
+    side_effects = traced.reads.clocks, traced.state_changes, traced.left, traced.hooked
     traced.repetition.require_none((drawn_from, *side_effects))
     notes = []
     if drawn_from:

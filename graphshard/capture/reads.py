@@ -54,6 +54,7 @@ class Reads:
         the changes of `effects`, but undone as well.
     writes: how often it assigned an attribute of a module or object.
     hooks_of_tensors: how often it may have hung a hook on a tensor.
+    origins: how often it looked at where a tensor is from.
     used: plain tensors, with values, that it computed with.
     draws: random generators of its own that it drew from.
     clocks: functions of `time` that it called, with a source line each.
@@ -64,7 +65,7 @@ class Reads:
         self.effects = Effects()
         self.settled: list[Assignment] = []
         self.used: list[Tensor] = []
-        self.writes = self.hooks_of_tensors = 0
+        self.writes = self.hooks_of_tensors = self.origins = 0
         self.draws: list[str] = []
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
@@ -236,6 +237,10 @@ class Reads:
     def note_hook(self) -> None:
         """Note that code of the user's may run in backward."""
         self.hooks_of_tensors += 1
+
+    def note_origin(self) -> None:
+        """Note a look at where a tensor is from."""
+        self.origins += 1
 
     def at_line(self, *paths: str) -> str:
         """Where the first of `paths` was assigned of which it is known, for a message."""

@@ -13,7 +13,7 @@ tensors, repeats nothing. Whatever does not fit ends the trace, and another one 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.alike import Block, Form, alike_blocks, exact
+from graphshard.capture.annotation import FQN, REGION
 from graphshard.capture.borders import (
     ENTER,
     EXIT,
@@ -30,6 +31,7 @@ from graphshard.capture.borders import (
     RepetitionError,
     naming,
 )
+from graphshard.capture.checkpoints import compared_mode, policies_with_state
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.places import MISSING
 from graphshard.capture.reads import Reads
@@ -37,7 +39,17 @@ from graphshard.capture.side_effects import Effects, ModuleState
 from graphshard.capture.structure import Structure, take_apart
 from graphshard.errors import CaptureError
 from graphshard.policy.precision import Precisions
-from graphshard.torch_private.trace import is_real, mode_count
+from graphshard.torch_private.trace import (
+    annotated,
+    has_global_hooks,
+    has_hooks,
+    is_real,
+    modes,
+    storage_key,
+    write_count,
+)
+
+_DEVICES = ("cpu", "cuda")
 
 _OF_TRACED = ("elem", "_is_param")
 """Attributes of functional tensors and of parameters."""
@@ -61,46 +73,71 @@ class _Call:
 
         `attributes` are those that tensors have of themselves.
         """
+        devices = [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
         return (
-            self.structure.is_plain
+            annotated().get(FQN) == self.block.fqn
+            and not has_global_hooks()
+            and self.structure.is_plain
             and bool(self.inputs)
             and not {*self.arguments} & {*self.installed}
-            and not any(map(is_real, self.inputs))
+            and not any(
+                is_real(x) or x.is_conj() or x.is_neg() or has_hooks(x) for x in self.inputs
+            )
             and all(vars(tensor).keys() <= attributes for tensor in self.tensors)
+            and not (devices and torch.is_autocast_cache_enabled())  # which looks at weights
         )
 
-    def key(self, modes: int) -> Hashable:
-        """What two calls share that may be alike; `modes` is their number around the model."""
+    def key(self, around: int, known: Set[str]) -> Hashable:
+        """What two calls share that may be alike; the model itself runs in `around` modes.
+
+        `known` are the attributes that tensors have of themselves.
+        """
         forms = tuple(map(Form.of, self.inputs))
         call = self.structure, self.arguments, self.installed, forms
-        devices = ("cpu", "cuda")
+        weights = self.inputs[len({*self.arguments}) :]
         ambient = (
-            mode_count() - modes,
+            len(annotated().get(REGION, ())),
+            *map(compared_mode, modes()[around:]),
             torch.is_grad_enabled(),
             torch.get_default_dtype(),
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
             torch.backends.cuda.cudnn_sdp_enabled(),
-            *(torch.is_autocast_enabled(kind) for kind in devices),
-            *(torch.get_autocast_dtype(kind) for kind in devices),
+            *(torch.is_autocast_enabled(kind) for kind in _DEVICES),
+            *(torch.get_autocast_dtype(kind) for kind in _DEVICES),
         )
-        return self.block.likeness, call, ambient
+        attributes = tuple(
+            (name, exact(value))
+            for weight in weights
+            for name, value in vars(weight).items()
+            if name not in known
+        )
+        return self.block.likeness, call, attributes, ambient
 
     def run(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, bool]:
         """Call `forward` with `inputs`; returns what it does, and whether it changed none."""
-        own = inputs is self.inputs
         args, kwargs = self.args, self.kwargs
-        if not own:
+        if inputs is not self.inputs:
             args, kwargs = self.structure.build([inputs[place] for place in self.arguments])
         before = [*map(_state_of, inputs)]
         self._install(inputs)
-        try:
-            output = forward(*args, **kwargs)
-        finally:
+        output = forward(*args, **kwargs)
+        tensors, structure = take_apart((args, kwargs), name="")
+        unchanged = (
+            structure == self.structure
+            and [*map(id, tensors)] == [id(inputs[place]) for place in self.arguments]
+            and self.block.weights() == self.weights
+            and all(
+                table[name] is inputs[place]
+                for (table, name), place in zip(self.weights, self.installed, strict=True)
+            )
+            and [*map(_state_of, inputs)] == before
+            and not any(map(has_hooks, inputs))
+        )
+        if inputs is not self.inputs:
             self._install(self.inputs)
-        unchanged = take_apart((args, kwargs), name="")[1] == self.structure
-        return output, unchanged and [*map(_state_of, inputs)] == before
+        return output, unchanged
 
     def _install(self, inputs: Sequence[Tensor]) -> None:
         for (table, name), place in zip(self.weights, self.installed, strict=True):
@@ -148,7 +185,7 @@ class Repetition:
         self._runs += 1
         self._called: set[str] = set()
         self._used: dict[int, tuple[Block, Tensor]] = {}
-        self._modes = mode_count()
+        self._modes = len(modes())
         for kind in self.kinds:
             kind.expected, kind.met, kind.ends = kind.met, 0, []
         self._hooks = {block.fqn: block.hooks() for block in self._blocks}
@@ -201,7 +238,7 @@ class Repetition:
             return forward(*args, **kwargs)
         if self._runs == 1 and not self._uses_alone(call):
             return forward(*args, **kwargs)
-        key = call.key(self._modes)
+        key = call.key(self._modes, self._attributes)
         kind = next((k for k in self.kinds if k.key == key and self._reads_alike(k, block)), None)
         if kind is None:
             return self._trace_first(Kind(key, block), call, forward)
@@ -242,8 +279,9 @@ class Repetition:
     def _trace_first(self, kind: Kind, call: _Call, forward: Callable[..., Any]) -> Any:
         """Trace a call as it is, and note its kind if others may repeat it."""
         before = [ModuleState(path, module) for path, module in kind.block.modules.items()]
-        asked, hooks = self._mode.asked, self._reads.hooks_of_tensors
+        asked, hooks = self._questions(), self._reads.hooks_of_tensors
         output, pure = call.run(forward, call.inputs)
+        pure = pure and self._questions() == asked
         effects = Effects()
         for each in before:
             each.tell_changes(effects)
@@ -266,16 +304,22 @@ class Repetition:
             or _runs_python_backward(own, call.inputs)
             or CodeWalk.of(kind.block.module).reads_tables
         )
-        pure = pure and not effects.changes and not effects.left and self._mode.asked == asked
+        pure = pure and not any(_is_by_module(place.read()) for place, _ in kind.around)
+        pure = pure and not effects.changes and not effects.left
         pure = pure and kind.result.is_plain and self._are_plain(own)
-        # A view may be written later on, and what it is a view of is then written as well.
-        views = self._functional and any(each._is_view() for each in own)
+        # A write later on into what shares memory with another tensor is one into that, too.
+        memory = [*map(storage_key, (*own, *call.inputs))]
+        views = self._functional and len({*memory}) < len(memory)
         if own and pure and not views:
             kind.met = 1
             self.kinds.append(kind)
         else:
             self._give_up(kind.block)
         return output
+
+    def _questions(self) -> tuple[int, ...]:
+        """How often there were questions that alike calls may answer otherwise."""
+        return self._mode.asked, self._reads.origins, policies_with_state()
 
     def _are_plain(self, tensors: Iterable[Tensor]) -> bool:
         """Whether copies of them are the same to all code."""
@@ -293,6 +337,8 @@ class Repetition:
         inputs = Border.apply(kind, number, ENTER, *call.inputs)
         for entered, tensor in zip(inputs, call.inputs, strict=True):
             vars(entered).update({**vars(tensor), **vars(entered)})
+            if not torch.is_grad_enabled():
+                entered.requires_grad_(tensor.requires_grad)
         output, pure = call.run(forward, inputs)
         own, result, sources = _taken_apart(output, inputs)
         forms = tuple(map(Form.of, own))
@@ -316,6 +362,11 @@ class Repetition:
         return self._calls
 
 
+def _is_by_module(value: Any) -> bool:
+    """Whether it holds something for each module."""
+    return isinstance(value, Mapping) and any(isinstance(key, nn.Module) for key in value)
+
+
 def _runs_python_backward(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
     """Whether a Function of the user's is in the graph of autograd between the two."""
     reached = [tensor.grad_fn for tensor in results]
@@ -329,9 +380,9 @@ def _runs_python_backward(results: Iterable[Tensor], inputs: Iterable[Tensor]) -
     return False
 
 
-def _state_of(tensor: Tensor) -> tuple[int, bool, list[str]]:
+def _state_of(tensor: Tensor) -> tuple[tuple[int, ...], bool, list[str]]:
     """What a block may change of a tensor that it is given."""
-    return tensor._version, tensor.requires_grad, [*vars(tensor)]
+    return write_count(tensor), tensor.requires_grad, [*vars(tensor)]
 
 
 def _taken_apart(

@@ -228,6 +228,13 @@ _INTO_BACKWARD: frozenset[Any] = frozenset({
 })  # fmt: skip
 """Functions of tensors by which code of the user's comes to run in backward."""
 
+_OF_ORIGIN: frozenset[Any] = frozenset({
+    torch.Tensor._is_view, torch.Tensor.storage_offset, torch.Tensor.untyped_storage,
+    torch.Tensor.data_ptr,
+    *(_tensor[name].__get__ for name in ("grad_fn", "is_leaf", "_base")),
+})  # fmt: skip
+"""Functions that tell two tensors of the same form apart."""
+
 _AS_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
     for name in ("numpy", "__array__", "tolist", "item", "__bool__", "__float__", "__int__")
@@ -239,7 +246,8 @@ class PastTheTrace(TorchFunctionMode):
 
     The numbers of a real tensor are read from it, instead of from the fake one it would become;
     `note_values` is told of it, and `note_use` of each that is computed with. `note_hook` is told
-    of what may run code in backward. `names` are those of parameters and buffers, by identity.
+    of what may run code in backward, `note_origin` of looks at where a tensor is from. `names` are
+    those of parameters and buffers, by identity.
     """
 
     def __init__(
@@ -248,12 +256,13 @@ class PastTheTrace(TorchFunctionMode):
         note_values: Callable[[Tensor], None],
         note_use: Callable[[Tensor], None],
         note_hook: Callable[[], None],
+        note_origin: Callable[[], None],
     ) -> None:
         super().__init__()
         self._names = names
         self._note_values = note_values
         self._note_use = note_use
-        self._note_hook = note_hook
+        self._note_hook, self._note_origin = note_hook, note_origin
         self.assigned = ""  # what had .data assigned
         self._error: Exception | None = None
 
@@ -274,6 +283,8 @@ class PastTheTrace(TorchFunctionMode):
             )
         if func in _INTO_BACKWARD:
             self._note_hook()
+        if func in _OF_ORIGIN:
+            self._note_origin()
         if func not in NO_COMPUTE:
             for each in pytree.tree_leaves((args, kwargs)):
                 if is_real(each):

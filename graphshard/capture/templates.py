@@ -179,8 +179,8 @@ class Copies:
         return values[arguments[1]] if isinstance(values, list) else None
 
     def erase_unused(self) -> None:
-        """Erase nodes whose values a call gave and nobody uses, as a trace without borders does."""
-        reached = [*self._results]
+        """Erase nodes whose values nobody uses, as a trace without borders does."""
+        reached = self._results[::-1]
         erased: set[fx.Node] = set()
         for node in reached:
             if not node.users and not node.is_impure() and node not in erased:
@@ -207,6 +207,7 @@ class Copies:
                 values[each] = new[each]
             else:
                 values[each] = add(each, values, self._renamed(template, call, notes_of(each)))
+        self._results += [values[each] for each in half.nodes]
         return [values[each] for each in half.results]
 
     def _renamed(self, template: Template, call: int, old: Notes) -> Notes:

@@ -153,6 +153,7 @@ class TracedModel(nn.Module):
         self.result: Structure | None = None
         self.left: tuple[tuple[LeftAt, Structure], ...] = ()
         self.state_changes: tuple[str, ...] = ()
+        self.hooked = False  # whether a parameter got a hook
         self.made_to_require_grad: frozenset[str] = frozenset()  # paths of inputs
         self.reads = Reads(model, ())
         walk = CodeWalk.of(model, entry.method)
@@ -193,7 +194,9 @@ class TracedModel(nn.Module):
             id(b): f"buffer {o.fqn!r}" for o, b in zip(self.model_buffers, buffers, strict=True)
         }
         self.reads = reads = Reads(model, self._globals)
-        past = PastTheTrace(names, reads.note_values, reads.used.append, reads.note_hook)
+        past = PastTheTrace(
+            names, reads.note_values, reads.used.append, reads.note_hook, reads.note_origin
+        )
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
         with restore_module_state(model) as effects, self._plain() if is_plain else nullcontext():
             cast_params = self._cast_params(params)
@@ -222,6 +225,7 @@ class TracedModel(nn.Module):
                     left.append((place, new))
                     refill(container, before_call)
         self.state_changes = (*effects.changes, *reads.effects.changes)
+        self.hooked = any(map(torch_trace.has_hooks, cast_params))
         now = zip(self._inputs.paths, tensors, before, strict=True)
         self.made_to_require_grad |= {path for path, t, was in now if t.requires_grad and not was}
         self._refuse_changed_inputs(args, kwargs)

@@ -198,10 +198,43 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def mode_count() -> int:
-    """The number of dispatch and function modes that see what is done with tensors."""
-    names = ("_len_torch_dispatch_stack", "_len_torch_function_stack")
-    return sum(private("torch._C", name)() for name in names)
+def modes() -> tuple[Any, ...]:
+    """The dispatch and function modes that see what is done with tensors, the outermost first."""
+    dispatch = private("torch.utils._python_dispatch", "_get_current_dispatch_mode_stack")
+    functions = private("torch.overrides", "_get_current_function_mode_stack")
+    return (*dispatch(), *functions())
+
+
+def annotated() -> Mapping[str, Any]:
+    """What `annotate` has noted around the code that runs now."""
+    noted: Mapping[str, Any] = (
+        private("torch.fx.traceback", "get_current_meta")().get("custom") or {}
+    )
+    return noted
+
+
+def write_count(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Numbers that change with each write into `tensor`, also past autograd if it is functional."""
+    if not is_functional(tensor):
+        return (tensor._version,)
+    counters = ("_functionalize_mutation_counter", "_functionalize_storage_changed_counter")
+    return (tensor._version, *(private("torch", name)(tensor.elem) for name in counters))  # type: ignore[attr-defined]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same for two tensors of a trace that share memory."""
+    return (tensor.elem if is_functional(tensor) else tensor).untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether code is to run when the gradient of `tensor` is there."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def has_global_hooks() -> bool:
+    """Whether code runs around the calls of all modules."""
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+    return any(private("torch.nn.modules.module", name) for name in names)
 
 
 def traced_graph() -> Any:

@@ -366,6 +366,112 @@ class Slotted(Block):
         return super().forward(x) * self.scale
 
 
+class Assigning(Block):
+    """Assigns its buffer, and multiplies by its number."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.lerp(self.seen, x.detach().mean(), 0.1)
+        return super().forward(x) * self.index
+
+
+class ByData(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.data.add_(x.detach().mean())
+        return super().forward(x)
+
+
+class Replacing(Block):
+    """Replaces a tensor in a dict that it is given."""
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        y = super().forward(x) + state["h"]
+        state["h"] = state["h"] * 0.5
+        return y
+
+
+class StackOfReplacing(Stack):
+    def forward(self, x: Tensor) -> Any:
+        state = {"h": torch.ones(WIDTH, device=x.device)}
+        for block in self.blocks:
+            x = block(x, state)
+        return self.head(x).sum() + state["h"].sum()
+
+
+class Around(Stack):
+    """Does something else around one block than around the others."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(lambda index: Dropping())
+        self.what = what
+
+    def forward(self, x: Tensor) -> Any:
+        for index, block in enumerate(self.blocks):
+            if self.what == "checkpoint":
+                x = block(x) if index % 2 else checkpoint(block, x, use_reentrant=False)
+            elif self.what == "eval":
+                x = block.train(index != 3)(x)
+            elif self.what == "swap":
+                block.up, kept = nn.Linear(WIDTH, 2 * WIDTH, device=x.device), block.up
+                x = block(x) if index != 3 else x
+                block.up = kept
+            elif self.what == "forward":
+                x = block(x) if index != 3 else block.forward(x)
+            else:
+                hook = block.up.weight.register_hook(lambda grad: grad * 2)  # type: ignore[union-attr, operator]
+                x = block(x)
+                hook.remove()
+        return self.head(x.float()).square().mean()
+
+
+class Looking(Block):
+    """Computes by where its tensors are from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.up.weight.is_leaf) * (1 + x._is_view())
+
+
+class WithCache(Stack):
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+            return super().forward(x)
+
+
+class Conjugate(Stack):
+    def forward(self, x: Tensor) -> Any:
+        y = torch.complex(x, x)
+        for block in self.blocks:
+            y = torch.complex(block(y.conj()), x)
+        return y.abs().mean()
+
+
+class OfComplex(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.view_as_real(x.resolve_conj()).sum(-1))
+
+
+def _sharing() -> Stack:
+    stack = Stack()
+    shared = stack.blocks[0].up.requires_grad_(False)  # type: ignore[union-attr, operator]
+    for block in stack.blocks:
+        block.up.requires_grad_(False)  # type: ignore[union-attr, operator]
+    stack.blocks[3].up = shared  # type: ignore[union-attr]
+    return stack
+
+
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, DEPTH).eval()
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     saved = op is torch.ops.aten.addmm.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -480,6 +586,17 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
 
 
 HIDING: dict[str, Callable[[], nn.Module]] = {
+    "assigned buffers": lambda: Stack(lambda index: Assigning(index)),
+    "buffers written by data": lambda: Stack(lambda index: ByData()),
+    "items replaced": lambda: StackOfReplacing(lambda index: Replacing()),
+    **{
+        f"{what} around": lambda what=what: Around(what)  # type: ignore[misc]
+        for what in ("checkpoint", "eval", "swap", "forward", "hook")
+    },
+    "where tensors are from": lambda: Stack(lambda index: Looking()),
+    "a cache of autocast": WithCache,
+    "conjugate views": lambda: Conjugate(lambda index: OfComplex()),
+    "a module of two blocks": _sharing,
     "slots": lambda: Stack(lambda index: Slotted(index)),
     **{
         place: lambda place=place: Stack(lambda index: Hiding(index, place))  # type: ignore[misc]
@@ -564,6 +681,13 @@ def test_the_program_is_that_of_a_whole_trace(
     _assert_same(captured, whole)
     if grad and name not in HIDING:
         assert repeats == (name in REPEATED)
+
+
+def test_a_fast_path_of_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        x = torch.randn(2, 3, WIDTH)
+        captured, whole, _ = _both(monkeypatch, _encoder(), x, grad=False)
+    _assert_same(captured, whole)
 
 
 @pytest.mark.parametrize("inner", [(), ("up",)], ids=["blocks", "inner units of some"])
