@@ -110,7 +110,7 @@ def alike_blocks(model: nn.Module, precisions: Precisions | None) -> Iterator[Bl
                 for path, child in alike:
                     modules = dict(child.named_modules())
                     # One that another block holds, too, has the name that it has there.
-                    if all(names[id(m)].startswith(path) for m in modules.values()):
+                    if all(f"{names[id(m)]}.".startswith(f"{path}.") for m in modules.values()):
                         yield Block(path, child, likeness, modules)
 
 
