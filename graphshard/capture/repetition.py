@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ class Repetition:
             kind.expected, kind.met, kind.ends = kind.met, 0, []
         self._hooks = {block.fqn: block.hooks() for block in self._blocks}
         for block in self._blocks:
-            vars(block.module)["forward"] = partial(self._call, block, block.module.forward)
+            vars(block.module)["forward"] = partial(self._call, block)
         try:
             yield
         finally:
@@ -210,7 +211,10 @@ class Repetition:
         if self.used and any(effects):
             raise RepetitionError("the forward has side effects")
 
-    def _call(self, block: Block, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
+        # Looked up now, as the model may give a module another class.
+        kind = type(block.module)
+        forward = getattr_static(kind, "forward").__get__(block.module, kind)
         if self._inside or block.likeness in self._unfit:
             return forward(*args, **kwargs)
         self._inside = True
