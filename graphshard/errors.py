@@ -48,9 +48,7 @@ def user_line_of(stack: Iterable[traceback.FrameSummary]) -> str | None:
 
 def user_line_here() -> str | None:
     """`user_line` of the call at hand."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame, _ = _user_frame()
     if frame is None:
         return None
     code = frame.f_code
@@ -59,11 +57,17 @@ def user_line_here() -> str | None:
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line outside torch and graphshard, or at the caller's without one."""
-    frame: FrameType | None = sys._getframe(1)
+    frame, level = _user_frame()
+    warnings.warn(message, category, stacklevel=2 if frame is None else level)
+
+
+def _user_frame() -> tuple[FrameType | None, int]:
+    """The innermost frame of a user's, and its number from this function's caller's on."""
+    frame: FrameType | None = sys._getframe(2)
     level = 2
     while frame is not None and is_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=2 if frame is None else level)
+    return frame, level
 
 
 class GraphshardError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import MemberDescriptorType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.guards import CONTAINERS, frozen
+from graphshard.capture.reads import OF_ANY_MODULE
 from graphshard.capture.structure import Same
 from graphshard.policy.precision import Precisions
 
@@ -20,7 +21,7 @@ FEWEST = 4
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+_HIDING = (MemberDescriptorType, type(lru_cache(len)))
 
 _WEIGHTS = ("_parameters", "_buffers")
 
@@ -71,7 +72,7 @@ class Block:
             (path, name, exact(value))
             for path, module in self.modules.items()
             for name, value in vars(module).items()
-            if name not in _OF_ANY_MODULE and name != "forward"
+            if name not in OF_ANY_MODULE
         ]
 
     def hooks(self) -> tuple[Any, ...]:
@@ -124,7 +125,7 @@ def _likeness(fqn: str, module: nn.Module, precisions: Precisions | None) -> Has
         return None
     if len(modules) == 1 or not any(True for _ in module.parameters()):
         return None
-    if any(_has_slots(type(each).__mro__) for each in modules.values()):
+    if any(_hides_state(type(each).__mro__) for each in modules.values()):
         return None
     return tuple(
         (
@@ -140,10 +141,10 @@ def _likeness(fqn: str, module: nn.Module, precisions: Precisions | None) -> Has
 
 
 @cache
-def _has_slots(bases: tuple[type, ...]) -> bool:
-    """Whether modules of a class of these bases have attributes besides those in `vars`."""
+def _hides_state(bases: tuple[type, ...]) -> bool:
+    """Whether modules of a class of these bases have state past `vars`: slots, cached methods."""
     members = (value for base in bases for value in vars(base).values())
-    return any(isinstance(value, MemberDescriptorType) for value in members)
+    return any(isinstance(value, _HIDING) for value in members)
 
 
 def _precision(fqn: str, precisions: Precisions) -> Hashable:

@@ -225,7 +225,7 @@ class _Way:
             return _Way(Repetition(), functional=True)
         in_place = "modified by an inplace operation" in str(cause)
         if self.functional and in_place and not self.replaces_buffers:
-            return replace(self, replaces_buffers=True)
+            return _Way(Repetition(wanted=False), functional=True, replaces_buffers=True)
         return None
 
 

@@ -30,9 +30,10 @@ from graphshard.errors import CaptureError, user_line_here
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
 
-_OF_ANY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+OF_ANY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+"""Attributes of every module; an instance has a forward of its own while its calls are watched."""
 
-_METHODS = frozenset(dir(nn.Module)) - _OF_ANY_MODULE
+_METHODS = frozenset(dir(nn.Module)) - OF_ANY_MODULE
 
 _PATCHABLE = frozenset({"argparse"})
 """Modules of the standard library whose classes hold users' settings."""
@@ -53,8 +54,7 @@ class Reads:
     settled: attributes of objects that it set from None to a plain value, with these; not among
         the changes of `effects`, but undone as well.
     writes: how often it assigned an attribute of a module or object.
-    hooks_of_tensors: how often it may have hung a hook on a tensor.
-    origins: how often it looked at where a tensor is from.
+    looks: how often it looked at where a tensor is from, or hung a hook on one.
     used: plain tensors, with values, that it computed with.
     draws: random generators of its own that it drew from.
     clocks: functions of `time` that it called, with a source line each.
@@ -65,7 +65,7 @@ class Reads:
         self.effects = Effects()
         self.settled: list[Assignment] = []
         self.used: list[Tensor] = []
-        self.writes = self.hooks_of_tensors = self.origins = 0
+        self.writes = self.looks = 0
         self.draws: list[str] = []
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
@@ -148,7 +148,7 @@ class Reads:
         return [
             (paths[owner], name)
             for owner, name in sorted(self._seen)
-            if owner in paths and name not in _OF_ANY_MODULE
+            if owner in paths and name not in OF_ANY_MODULE
         ]
 
     def note(self, module: nn.Module, name: str) -> None:
@@ -160,7 +160,7 @@ class Reads:
         self._seen.add((id(module), name))
         attributes = vars(module)
         of_class = name in _METHODS and name not in attributes
-        if of_class or name in _OF_ANY_MODULE or any(name in attributes[t] for t in TABLES):
+        if of_class or name in OF_ANY_MODULE or any(name in attributes[t] for t in TABLES):
             return
         path = _joined(self._fqns[id(module)], name)
         self._add(Place(path, attributes, name, of_module=True), attributes.get(name, MISSING))
@@ -234,13 +234,9 @@ class Reads:
         shape = ", ".join(map(str, tensor.shape))
         self.places.append(Version(f"the values of a plain tensor of shape [{shape}]", tensor))
 
-    def note_hook(self) -> None:
-        """Note that code of the user's may run in backward."""
-        self.hooks_of_tensors += 1
-
-    def note_origin(self) -> None:
-        """Note a look at where a tensor is from."""
-        self.origins += 1
+    def note_look(self) -> None:
+        """Note a look at where a tensor is from, or a hook on one."""
+        self.looks += 1
 
     def at_line(self, *paths: str) -> str:
         """Where the first of `paths` was assigned of which it is known, for a message."""

@@ -283,7 +283,7 @@ class Repetition:
     def _trace_first(self, kind: Kind, call: _Call, forward: Callable[..., Any]) -> Any:
         """Trace a call as it is, and note its kind if others may repeat it."""
         before = [ModuleState(path, module) for path, module in kind.block.modules.items()]
-        asked, hooks = self._questions(), self._reads.hooks_of_tensors
+        asked = self._questions()
         output, pure = call.run(forward, call.inputs)
         pure = pure and self._questions() == asked
         effects = Effects()
@@ -303,11 +303,8 @@ class Repetition:
             if id(place.owner) not in tables
         ]
         kind.writes = self._reads.writes
-        kind.by_all = (
-            hooks != self._reads.hooks_of_tensors
-            or _runs_python_backward(own, call.inputs)
-            or CodeWalk.of(kind.block.module).reads_tables
-        )
+        reads_tables = CodeWalk.of(kind.block.module).reads_tables
+        kind.by_all = reads_tables or _runs_python_backward(own, call.inputs)
         pure = pure and not any(_is_by_module(place.read()) for place, _ in kind.around)
         pure = pure and not effects.changes and not effects.left
         pure = pure and kind.result.is_plain and self._are_plain(own)
@@ -323,7 +320,7 @@ class Repetition:
 
     def _questions(self) -> tuple[int, ...]:
         """How often there were questions that alike calls may answer otherwise."""
-        return self._mode.asked, self._reads.origins, policies_with_state()
+        return self._mode.asked, self._reads.looks, policies_with_state()
 
     def _are_plain(self, tensors: Iterable[Tensor]) -> bool:
         """Whether copies of them are the same to all code."""

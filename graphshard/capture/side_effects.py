@@ -222,18 +222,13 @@ NO_COMPUTE: frozenset[Any] = frozenset({
 
 _GRAD: Any = _tensor["grad"].__get__
 
-_INTO_BACKWARD: frozenset[Any] = frozenset({
+_OF_ONE_TENSOR: frozenset[Any] = frozenset({
     torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook,
-    _tensor["grad_fn"].__get__,
-})  # fmt: skip
-"""Functions of tensors by which code of the user's comes to run in backward."""
-
-_OF_ORIGIN: frozenset[Any] = frozenset({
     torch.Tensor._is_view, torch.Tensor.storage_offset, torch.Tensor.untyped_storage,
     torch.Tensor.data_ptr,
     *(_tensor[name].__get__ for name in ("grad_fn", "is_leaf", "_base")),
 })  # fmt: skip
-"""Functions that tell two tensors of the same form apart."""
+"""Functions that tell tensors of one form apart: where they are from, what hangs on them."""
 
 _AS_NUMBERS: frozenset[Any] = frozenset(
     getattr(torch.Tensor, name)
@@ -245,9 +240,9 @@ class PastTheTrace(TorchFunctionMode):
     """Inside this mode what goes past a trace is refused: `.data` assigned, `.grad` read.
 
     The numbers of a real tensor are read from it, instead of from the fake one it would become;
-    `note_values` is told of it, and `note_use` of each that is computed with. `note_hook` is told
-    of what may run code in backward, `note_origin` of looks at where a tensor is from. `names` are
-    those of parameters and buffers, by identity.
+    `note_values` is told of it, `note_use` of each that is computed with, and `note_look` of a look
+    at where a tensor is from, or a hook on one. `names` are those of parameters and buffers, by
+    identity.
     """
 
     def __init__(
@@ -255,14 +250,13 @@ class PastTheTrace(TorchFunctionMode):
         names: Mapping[int, str],
         note_values: Callable[[Tensor], None],
         note_use: Callable[[Tensor], None],
-        note_hook: Callable[[], None],
-        note_origin: Callable[[], None],
+        note_look: Callable[[], None],
     ) -> None:
         super().__init__()
         self._names = names
         self._note_values = note_values
         self._note_use = note_use
-        self._note_hook, self._note_origin = note_hook, note_origin
+        self._note_look = note_look
         self.assigned = ""  # what had .data assigned
         self._error: Exception | None = None
 
@@ -281,10 +275,8 @@ class PastTheTrace(TorchFunctionMode):
                 f"reads .grad of {self._name(args[0])}, which a trace does not know, and which is "
                 "a shard between steps; pass what depends on it as an argument"
             )
-        if func in _INTO_BACKWARD:
-            self._note_hook()
-        if func in _OF_ORIGIN:
-            self._note_origin()
+        if func in _OF_ONE_TENSOR:
+            self._note_look()
         if func not in NO_COMPUTE:
             for each in pytree.tree_leaves((args, kwargs)):
                 if is_real(each):

@@ -194,9 +194,7 @@ class TracedModel(nn.Module):
             id(b): f"buffer {o.fqn!r}" for o, b in zip(self.model_buffers, buffers, strict=True)
         }
         self.reads = reads = Reads(model, self._globals)
-        past = PastTheTrace(
-            names, reads.note_values, reads.used.append, reads.note_hook, reads.note_origin
-        )
+        past = PastTheTrace(names, reads.note_values, reads.used.append, reads.note_look)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
         with restore_module_state(model) as effects, self._plain() if is_plain else nullcontext():
             cast_params = self._cast_params(params)
