@@ -21,16 +21,19 @@ CUDA_VENV := .venv-cuda
 CUDA_PY := $(CUDA_VENV)/bin/python
 CUDA_RUNTIME := $(CUDA_VENV)/cuda_on_cpu/libcuda.so.1
 CUDA_INDEX ?= https://pypi.org/simple
+# The libraries whose models are compared: transformers changes once torchvision is there.
+SWEEP_VENV := .venv-sweep
+SWEEP_PY := $(SWEEP_VENV)/bin/python
 ON_CPU_THREADS := LD_PRELOAD=$(CURDIR)/$(CUDA_RUNTIME) PYTORCH_NVML_BASED_CUDA_CHECK=0 \
 	CUDA_ON_CPU_DEVICES=4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz fuzz-cuda cover docs lint format bench clean
+.PHONY: help demo test test-slow test-cuda test-cuda-slow fuzz fuzz-cuda sweep cover docs lint format bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1	\2/' | expand -t 18
 
-demo bench fuzz fuzz-cuda: export OMP_NUM_THREADS ?= 1
+demo bench fuzz fuzz-cuda sweep: export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.demo ## train a GPT on two ranks, showing its plan and its rewritten graph
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
@@ -53,6 +56,9 @@ fuzz: $(VENV)/.test ## compare drawn cases with eager training: SECONDS=600, SEE
 
 fuzz-cuda: $(CUDA_RUNTIME) ## the same on NCCL ranks, on a CUDA runtime made of CPU threads
 	$(ON_CPU_THREADS) $(CUDA_PY) tests/fuzz/fuzz.py --device cuda --backend eager --seconds $(SECONDS) $(ARGS)
+
+sweep: $(SWEEP_VENV)/.done ## compare every architecture of transformers and ten libraries with eager mode
+	$(SWEEP_PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/benchmarks/sweep.py $(ARGS)
 
 cover: $(VENV)/.test ## run every test and print line coverage
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=90 $(PYTEST_ARGS)
@@ -107,6 +113,12 @@ $(VENV)/.dev: $(VENV)/.base
 	@echo "installing graphshard and its development tools into $(VENV)"
 	@$(PIP_INSTALL) -e '.[test,dev]'
 	@touch $@ $(VENV)/.test $(VENV)/.demo $(VENV)/.docs
+
+$(SWEEP_VENV)/.done: $(SOURCES)
+	@test -x $(SWEEP_PY) || $(PYTHON) -m venv $(SWEEP_VENV)
+	@echo "installing graphshard and the libraries of the sweep into $(SWEEP_VENV)"
+	@$(SWEEP_PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[sweep]'
+	@touch $@
 
 $(CUDA_VENV)/.test: $(SOURCES)
 	@test -x $(CUDA_PY) || $(PYTHON) -m venv $(CUDA_VENV)
