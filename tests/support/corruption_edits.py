@@ -168,11 +168,6 @@ def other_form(node: fx.Node, of: str) -> str:
     return "shard" if of == "gradient" else "gradient"
 
 
-def for_half(node: fx.Node, ranks: int) -> int:
-    """A group of half the ranks."""
-    return ranks // 2
-
-
 def operands_exchanged(program: Program, place: tuple[fx.Node, int, int]) -> None:
     node, *pair = place
     operands = operands_of(node)

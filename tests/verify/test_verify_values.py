@@ -13,7 +13,7 @@ import pytest
 import torch
 import toy_programs as toys
 from torch import fx, nn
-from toy_programs import emit, named
+from toy_programs import named
 
 import graphshard
 from graphshard.errors import VerifyError
@@ -73,10 +73,11 @@ def dropouts(program: Program) -> list[fx.Node]:
 
 
 def swap_draws(program: Program) -> None:
-    first, second = dropouts(program)
-    picked = list(first.users)
-    for node in (*picked[::-1], first):
-        second.append(node)
+    do.first_behind_second(program, tuple(dropouts(program)))
+
+
+def write_in_place(program: Program) -> None:
+    do.all_read(do.through(aten.relu_.default))(program, program.results().outputs[1])
 
 
 def other_probability(program: Program) -> None:
@@ -84,33 +85,16 @@ def other_probability(program: Program) -> None:
     first.args = (first.args[0], 0.5, True)
 
 
-def write_in_place(program: Program) -> None:
-    value = program.results().outputs[1]
-    with program.graph.inserting_after(value):
-        write = program.graph.call_function(aten.relu_.default, (value,))
-    write.meta = dict(value.meta)
-
-
 def swap_outputs(program: Program) -> None:
-    results = program.results()
-    results.outputs[:2] = results.outputs[1::-1]
-    program.set_results(results)
+    do.result("outputs", do.swap)(program, (0, 1))
 
 
 def forget_input_grad(program: Program) -> None:
-    results = program.results()
-    results.input_grads[0] = None
-    program.set_results(results)
+    do.result("input_grads", do.forget)(program, 0)
 
 
 def double_output(program: Program) -> None:
-    results = program.results()
-    value = results.outputs[1]
-    with program.graph.inserting_after(value):
-        double = program.graph.call_function(aten.mul.Tensor, (value, 2))
-    double.meta = dict(value.meta)
-    results.outputs[1] = double
-    program.set_results(results)
+    do.returned_through("outputs", do.through(aten.mul.Tensor, 2))(program, 1)
 
 
 @pytest.mark.parametrize(
@@ -175,24 +159,14 @@ def with_constant(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit
     return Edit(edit)
 
 
-def of_other_strides(value: torch.Tensor) -> torch.Tensor:
-    return value.t().contiguous().t()
-
-
-def one_bit(value: torch.Tensor) -> torch.Tensor:
-    bits = value.clone().view(torch.int32)
-    bits[0, 1] += 1
-    return bits.view(torch.float32)
-
-
 CONSTANTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "another value": (lambda value: value + 1, "has other values"),
-    "one bit": (one_bit, "has other values"),
+    "one bit": (do.one_bit, "has other values"),
     "minus zero": (lambda value: torch.where(value == 0, -0.0, value), "has other values"),
     "no NaN": (lambda value: value.nan_to_num(2.0, posinf=math.inf), "has other values"),
     "another dtype": (torch.Tensor.double, "is torch.float64 of shape (2, 2), strides (2, 1), on"),
     "another shape": (lambda value: value[:1], "is torch.float32 of shape (1, 2)"),
-    "other strides": (of_other_strides, "is torch.float32 of shape (2, 2), strides (1, 2), on"),
+    "other strides": (do.of_other_strides, "is torch.float32 of shape (2, 2), strides (4, 2)"),
     "written in place": (lambda value: value.add_(0.0), "was written in place"),
     "none": (lambda value: None, "has lost its value"),
 }
@@ -253,15 +227,10 @@ def test_a_dropped_mutation_is_an_error_of_its_own() -> None:
         planned(Edit(forget))
 
 
-def shard_read_as_full(program: Program) -> None:
-    free, shard = named(program, "layers_1_free"), program.params[3].node
-    emit(program, free, aten.t.default, shard, like=shard)
-
-
 @pytest.mark.parametrize(
     ("name", "rule", "break_it"),
     [
-        ("unshard", "shards", shard_read_as_full),
+        ("unshard", "shards", lambda p: do.meta("val", do.other_shape)(p, p.params[3].node)),
         ("reduce_grads", "reduces", lambda p: do.result("grads", do.forget)(p, 1)),
         ("insert_free", "frees", lambda p: do.deleted(p, named(p, "layers_1_free_1"))),
     ],
