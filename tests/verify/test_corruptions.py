@@ -295,40 +295,20 @@ def test_a_random_corruption_is_refused_or_harmless(kind: Kind, number: int) -> 
     assert changed(bench("full"), kind, number) in (None, [])
 
 
-def harmless_on_ranks(setting: str) -> None:
-    on = Bench.of(setting, steps=2, accumulate=True)
-    made = {kind.name: changed(on, kind, 3) for kind in MAY_BE_HARMLESS}
-    assert {name: numbers for name, numbers in made.items() if numbers} == {}
-    assert [*made.values()].count([]) >= 8
+class Harmless:
+    """A check that what is accepted in the program of a setting changes no number on ranks."""
+
+    def __init__(self, setting: str) -> None:
+        self.__name__ = setting
+
+    def __call__(self, rank: int) -> None:
+        on = Bench.of(self.__name__, steps=2, accumulate=True)
+        made = {kind.name: changed(on, kind, 3) for kind in MAY_BE_HARMLESS}
+        assert {name: numbers for name, numbers in made.items() if numbers} == {}
+        assert [*made.values()].count([]) >= 8
 
 
-def full(rank: int) -> None:
-    harmless_on_ranks("full")
-
-
-def zero1(rank: int) -> None:
-    harmless_on_ranks("zero1")
-
-
-def mixed(rank: int) -> None:
-    harmless_on_ranks("mixed")
-
-
-def offload(rank: int) -> None:
-    harmless_on_ranks("offload")
-
-
-def recompute(rank: int) -> None:
-    harmless_on_ranks("recompute")
-
-
-ON_TWO = [full, zero1, mixed, offload, recompute]
+ON_TWO = [*map(Harmless, ("full", "zero1", "mixed", "offload", "recompute"))]
 
 test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=900.0))
-
-
-def partial(rank: int) -> None:
-    harmless_on_ranks("partial")
-
-
-test_on_four_ranks = pytest.mark.slow(on_ranks([partial], 4, timeout=900.0))
+test_on_four_ranks = pytest.mark.slow(on_ranks([Harmless("partial")], 4, timeout=900.0))
