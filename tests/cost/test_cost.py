@@ -40,6 +40,10 @@ def test_presets_are_complete_and_named_sources(name):
     assert hardware.source
     assert hardware.about
     assert set(hardware.efficiency) >= set(KINDS)
+    assert hardware.device == ("cpu" if name == "cpu-gloo" else "gpu")
+    low, high = hardware.spread
+    assert low < 1 < high
+    assert hardware.pair_spread > 0
     assert hardware.matmul_flops(torch.bfloat16) >= hardware.flops["float32"] or "cpu" in name
 
 
@@ -120,12 +124,6 @@ def test_a_file_says_what_ranks_compute_on(tmp_path, name, device, host):
     estimate = graphshard.simulate(replace(plan, program=program), hardware=path)
     assert (estimate.reserved is None) == (estimate.overheads is None) == host
     assert estimate.hardware.process_group_backend == ("gloo" if host else "nccl")
-
-
-def test_every_preset_says_what_ranks_compute_on():
-    assert {n: Hardware.load(n).device for n in preset_names()} == {
-        n: "cpu" if n == "cpu-gloo" else "gpu" for n in preset_names()
-    }
 
 
 def test_double_precision_peaks_are_of_dense_matrices():
@@ -237,16 +235,6 @@ def test_more_bytes_never_take_less_time(op, moved, doublings, name):
     shape = group_shape(ops.SHARD, (size,), hardware.gpus_per_node)
     less, more = (collective_seconds(op, m, shape, hardware) for m in (moved, 2 * moved))
     assert less <= more <= 2 * less + 1e-12
-
-
-def test_small_gathers_are_inefficient():
-    hardware = Hardware.load("a100-40gb")
-    shape = group_shape(ops.SHARD, (128,), 8)
-    enough = saturating_bytes(shape, hardware)
-    seconds = collective_seconds("all_gather", enough, shape, hardware)
-    half = collective_seconds("all_gather", enough // 10, shape, hardware)
-    assert enough / seconds > 1.5 * (enough / 10) / half
-    assert 2**24 < enough < 2**31
 
 
 def test_the_knee_is_where_it_was_measured():

@@ -78,6 +78,7 @@ def test_of_a_compiled_loss_only_what_others_read_is_in_memory():
         next(name for name in compiled if name.startswith("_to_copy")): 2,
     }
     assert set(compiled) < set(eager)
+    assert "is in memory only where others read it" in str(estimate("inductor"))
 
 
 def test_a_compiled_step_never_holds_more_than_an_eager_one():
@@ -120,7 +121,3 @@ def test_a_name_without_effect_is_refused():
         estimate("inductor", leave_eager=["layer"])
     with pytest.raises(CostError, match="no effect where nothing is compiled"):
         estimate("eager", leave_eager=["loss"])
-
-
-def test_it_is_said():
-    assert "is in memory only where others read it" in str(estimate("inductor"))

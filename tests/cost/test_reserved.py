@@ -35,7 +35,7 @@ BF16 = MixedPrecision(torch.bfloat16, torch.float32)
 
 
 @cache
-def estimate(world: int = 8, hardware: str = "h100-sxm", **fields) -> Estimate:
+def estimate(*mesh: int, hardware: str = "h100-sxm", **fields) -> Estimate:
     """The estimate of a GPT of two blocks, 512 wide, so that most of its tensors are large."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab=2048, layers=2, heads=4, width=512))
@@ -44,7 +44,7 @@ def estimate(world: int = 8, hardware: str = "h100-sxm", **fields) -> Estimate:
         model,
         policy=BlockPolicy({Block}, **fields),
         hardware=hardware,
-        world_size=world,
+        mesh_shape=mesh or (8,),
         example_inputs=(tokens, tokens),
     )
 
@@ -213,20 +213,10 @@ def test_figures_of_a_hardware_file_replace_the_common_ones(tmp_path):
 
 
 def test_one_rank_has_no_communicator_and_replicas_have_two():
-    assert estimate(world=1).overheads.communicators == 0
-    assert estimate(world=1).overheads.context == CONTEXT
-    one = estimate().overheads.communicators
-    with torch.device("meta"):
-        model = GPT(GPTConfig(vocab=64, layers=1, heads=2, width=64))
-        tokens = torch.zeros(2, 16, dtype=torch.int64)
-    hybrid = graphshard.simulate(
-        model,
-        policy=BlockPolicy({Block}, strategy="HYBRID_SHARD"),
-        hardware="h100-sxm",
-        mesh_shape=(2, 4),
-        example_inputs=(tokens, tokens),
-    )
-    assert hybrid.overheads.communicators == 2 * one
+    assert estimate(1).overheads.communicators == 0
+    assert estimate(1).overheads.context == CONTEXT
+    hybrid = estimate(2, 4, strategy="HYBRID_SHARD").overheads.communicators
+    assert hybrid == 2 * estimate().overheads.communicators
 
 
 def test_graphs_have_a_pool_of_their_own():
@@ -356,9 +346,5 @@ def test_the_command_takes_the_settings_of_the_allocator(tmp_path, capsys, monke
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_one_rank_takes_its_shards_as_they_are(strategy):
-    with torch.device("meta"):
-        model, ids = GPT(GPTConfig()), torch.zeros(2, 16, dtype=torch.int64)
-    policy = BlockPolicy({Block}, strategy=strategy)
-    plan = graphshard.plan(model, policy, world_size=1, example_inputs=(ids, ids))
-    held = storages_of(plan.program).all
+    held = storages_of(estimate(1, strategy=strategy).program).all
     assert sum(s.size for s in held if s.node.target is ops.all_gather) == 0

@@ -133,6 +133,7 @@ def test_a_sharded_module_is_simulated_by_the_program_that_trains():
 
 PROGRAM, PLAN = toys.rewritten(toys.blocks, Policy())
 NOT_CAPTURED = graphshard.plan(torch.nn.Linear(2, 2), graphshard.SizePolicy(1), world_size=2)
+OF_ANOTHER = graphshard.plan(gpt(), BLOCKS, world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +151,10 @@ NOT_CAPTURED = graphshard.plan(torch.nn.Linear(2, 2), graphshard.SizePolicy(1), 
         (PROGRAM, {"world_size": 8}, "for the mesh it was rewritten for"),
         (PROGRAM, {"policy": BLOCKS}, "captured and rewritten already"),
         (PROGRAM, {"plan": NOT_CAPTURED}, r"for a mesh of shape \(2,\), the program for one of"),
+        (PROGRAM, {"plan": OF_ANOTHER}, "the plan knows no parameter"),
         (PROGRAM, {"gpus_per_node": 0}, "gpus_per_node must be 1 rank or more; got 0"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(what, given, said):
     with pytest.raises(CostError, match=said):
         graphshard.simulate(what, hardware="h200", **given)
-
-
-def test_a_plan_of_another_model_is_refused():
-    plan = graphshard.plan(gpt(), BLOCKS, world_size=4)
-    with pytest.raises(CostError, match="the plan knows no parameter"):
-        graphshard.simulate(PROGRAM, plan=plan, **COMMON)
