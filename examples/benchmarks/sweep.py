@@ -15,6 +15,7 @@ import logging
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +128,15 @@ def policy_of(model: nn.Module, options: dict[str, Any]) -> graphshard.Policy:
     return graphshard.SizePolicy(min_num_params=max(1, params // 6), **options)
 
 
-def specimens(only: list[str] | None, part: str, left_out: dict[str, str]) -> Any:
+def specimens(only: list[str] | None, part: str, left_out: dict[str, str]) -> Iterator[Specimen]:
     """Those to run; adds the architectures that do not run in eager mode to `left_out`."""
     index, parts = map(int, part.split("/"))
-    names = [*architectures(), *(each.name for each in LIBRARIES)]
-    wanted = [name for name in names if only is None or name in only][index::parts]
-    by_name = {each.name: each for each in LIBRARIES}
-    for name in wanted:
-        if name in by_name:
-            yield by_name[name]
-            continue
-        specimen, why = of_transformers(name)
+    everything: list[str | Specimen] = [*architectures(), *LIBRARIES]
+    wanted = [each for each in everything if only is None or getattr(each, "name", each) in only]
+    for each in wanted[index::parts]:
+        specimen, why = (each, "") if isinstance(each, Specimen) else of_transformers(each)
         if specimen is None:
-            left_out[name] = why
+            left_out[str(each)] = why
         else:
             yield specimen
 

@@ -21,6 +21,7 @@ PIXELS = 32
 WIDTH = 32
 LARGEST = 40_000_000
 """Parameters; what the rules leave larger is not run."""
+LARGEST_IMAGE = 512
 
 # PyPI's wheel of torchvision has its operators for CUDA builds of torch alone, and without two of
 # them it cannot be imported, nor can transformers then. No model here uses them.
@@ -232,6 +233,8 @@ def _find(config: Any, name: str, default: Any) -> Any:
 def _image(config: Any) -> torch.Tensor:
     size = _find(config, "image_size", PIXELS)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    if max(height, width) > LARGEST_IMAGE:
+        raise ValueError(f"its images have {height} x {width} pixels")
     return torch.randn(2, _find(config, "num_channels", 3), height, width)
 
 
@@ -406,7 +409,7 @@ LIBRARIES = (
               lambda: (torch.randn(2, 3, 64, 64),), "resnet18", encoder_weights=None),
     *(_specimen("torch_geometric.nn", kind, _graph, 8, 16, 3, 5) for kind in ("GCN", "GAT", "GIN")),
     _specimen("vector_quantize_pytorch", "VectorQuantize", lambda: (torch.randn(2, 8, 32),),
-              dim=32, codebook_size=16),
+              dim=32, codebook_size=16, sync_codebook=False),
     _specimen("denoising_diffusion_pytorch", "Unet",
               lambda: (torch.randn(2, 3, 16, 16), torch.randint(100, (2,))), dim=16,
               dim_mults=(1, 2)),

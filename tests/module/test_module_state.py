@@ -268,7 +268,7 @@ def test_models_that_cannot_be_copied_work() -> None:
     assert model.training
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_from_meta(name: str) -> None:
     case = CASES[name]
     with torch.device("meta"):

@@ -43,7 +43,7 @@ SMOKE = [
         f"{FOLDER}/first_step.py --depths 1 --width 32 --ranks 1 --rounds 1",
         r"^ +1 +empty +[\d.]+.*\n +1 +filled",
     ),
-    (f"{TORCHRUN} {FOLDER}/sweep.py --only fnet", r"\| fnet \| transformers \| equal \| equal \|"),
+    (f"{TORCHRUN} {FOLDER}/sweep.py --only gpt2", r"\| gpt2 \| transformers \| equal \| equal \|"),
     (f"{FOLDER}/exits.py --trials 4 --ranks 2", "0 of 4 trials"),
 ]
 
