@@ -105,7 +105,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (PIXELS, "image_size pretrain_image_size"),
 )
 _SIZE_OF = {name: size for size, names in _SIZES for name in names.split()}
-"""What becomes of the numbers of a configuration that have these names; others stay."""
+"""Each number of a configuration that has such a name becomes this size, if it is larger."""
 
 _WIDTHS = (
     "hidden_sizes embed_dims channels dims encoder_hidden_sizes neck_hidden_sizes conv_dim "
