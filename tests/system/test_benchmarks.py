@@ -44,7 +44,6 @@ SMOKE = [
         r"^ +1 +empty +[\d.]+.*\n +1 +filled",
     ),
     (f"{TORCHRUN} {FOLDER}/sweep.py --only gpt2", r"\| gpt2 \| transformers \| equal \| equal \|"),
-    (f"{FOLDER}/exits.py --trials 4 --ranks 2", "0 of 4 trials"),
 ]
 
 
