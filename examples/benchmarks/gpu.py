@@ -1,16 +1,15 @@
-"""Every check there is for GPUs: one command for each of three parts, one table.
+"""Every check there is for GPUs: one command for each of two parts, one table.
 
     python examples/benchmarks/gpu.py --part 1 --save gpu.json     # each under ten minutes, on a
     python examples/benchmarks/gpu.py --part 2 --save gpu.json     # machine with one GPU or more
-    python examples/benchmarks/gpu.py --part 3 --save gpu.json
     python examples/benchmarks/gpu.py --list
     python examples/benchmarks/gpu.py --only parity,stress
     python examples/benchmarks/gpu.py --device cpu --small  # what of it a CPU can run, at toy sizes
 
 Each section runs in a process of its own within a time limit; one that fails is a line of the table
-and does not stop the others. `--save FILE.json` writes the results after each section, and a table
-in FILE.md; sections of an earlier call on the same machine stay. `--include README.md` puts the
-saved table into that file. Ends with code 1 if any line failed.
+and does not stop the others. `--save FILE.json` writes the results after each section; sections of
+an earlier call on the same machine stay. `--include README.md` puts the saved results into that
+file, as a table. Ends with code 1 if any line failed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import os
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 # Before CUDA starts: the same bits in every run, and errors of NCCL in words.
@@ -30,15 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from examples.benchmarks import (
-    gpu_checks,
-    gpu_ranks,
-    gpu_rates,
-    gpu_reserved,
-    gpu_rivals,
-    gpu_table,
-    harness,
-)
+from examples.benchmarks import gpu_checks, gpu_ranks, gpu_rates, gpu_rivals, gpu_table, harness
 from examples.benchmarks.gpu_table import Place, Row, Section, patience, run_apart, run_here, table
 from graphshard.passes import offload_activations
 
@@ -48,26 +38,14 @@ PARTS = {
         Section("ranks", "four ranks against one process", 200, gpu_ranks.ranks),
         Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
         Section("graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_ranks.graph_ranks),
-        Section("trace", "names and kernels under torch.profiler", 40, gpu_checks.traced),
         Section("stress", "delays on every stream, poisoned frees", 90, gpu_checks.stress),
+        Section("rates", "a preset's rates of products and attention", 40, gpu_rates.rates),
     ),
     "2": (
         Section("calibrate", "graphshard calibrate --quick", 90, gpu_checks.calibrated),
         Section("predict", "predicted against measured memory and time", 60, gpu_checks.predict),
         Section("overlap", "communication hidden, modelled and measured", 70, gpu_checks.overlap),
         Section("fsdp2", "memory and time of a rank of 8, a GPT 4096 wide", 340, gpu_rivals.rivals),
-    ),
-    "3": (
-        Section("rates", "a preset's rates of products and attention", 60, gpu_rates.rates),
-        Section(
-            "reserved", "reserved memory: torch's allocator replayed", 60, gpu_reserved.reserved
-        ),
-        Section(
-            "reserved_expandable",
-            "the same with expandable segments",
-            60,
-            partial(gpu_reserved.reserved, settings="expandable_segments:True"),
-        ),
     ),
 }
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import graphshard
 from examples.benchmarks.gpu_table import Place, Row
@@ -22,7 +19,6 @@ from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.stand_in import modelled, stand_in
 from examples.benchmarks.stress import allocated, broken
 from examples.gpt import GPT, Block, GPTConfig
-from graphshard.cost.against_trace import compare_trace
 from graphshard.errors import RuntimeStateError
 from graphshard.hardware.hardware import Hardware
 from graphshard.runtime.cuda_graphs import Recorder
@@ -62,12 +58,11 @@ def sharded_gpt(place: Place, dropout: float = 0.0, **fields: Any) -> graphshard
     return graphshard.compile(GPT(config(place, dropout)), policy, device=place.device)
 
 
-def off_by(section: str, check: str, found: float, expected: float, bar: float, of: str,
-           judged: bool = True) -> Row:  # fmt: skip
+def off_by(check: str, found: float, expected: float, bar: float, of: str, judged: bool) -> Row:
     """The row of a prediction: what was found, how far off it is, and whether within `bar`."""
     off = expected / found - 1
     ok = abs(off) <= bar if judged else None
-    return Row(section, check, f"{of}, predicted {off:+.1%}", f"{bar:.0%}", ok)
+    return Row("predict", check, f"{of}, predicted {off:+.1%}", f"{bar:.0%}", ok)
 
 
 def mib(size: float) -> str:
@@ -339,9 +334,14 @@ def predict(place: Place) -> Iterator[Row]:
             sharded = sharded_gpt(place, **fields)
             if world > 1:
                 stand_in(sharded)
+            if place.cuda:
+                torch.cuda.empty_cache()
             peak, between, seconds = step_of(sharded, place)
             peak, between = peak - libraries, between - libraries
             estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw")
+            if place.cuda:
+                taken, said = torch.cuda.max_memory_reserved(), f"reserved, rank of {world}, {name}"
+                yield off_by(said, taken, estimate.reserved_bytes, 0.05, mib(taken), real)
             del sharded
             gc.collect()  # what refers to itself counts as well
             for check, found, expected, bar, of, judged in (
@@ -352,7 +352,7 @@ def predict(place: Place) -> Iterator[Row]:
             ):
                 if check != "step" or world == 1:
                     label = f"{check}, rank of {world}, {name}"
-                    yield off_by("predict", label, found, expected, bar, of, judged)
+                    yield off_by(label, found, expected, bar, of, judged)
     yield place.retries("predict")
 
 
@@ -444,54 +444,3 @@ def overlap(place: Place) -> Iterator[Row]:
     said = f"{exposed['overlap'] * 1e3:.2f} ms against {exposed[FIRST] * 1e3:.2f}"
     yield Row("overlap", "overlap hides as much or more", said, "1.05", better)
     yield place.retries("overlap")
-
-
-# -- a profile ----------------------------------------------------------------------------------
-
-
-def traced(place: Place) -> Iterator[Row]:
-    """A rank of four under the profiler: names in the program's order, kernels tied to them."""
-    fake_ranks(4)
-    sharded = sharded_gpt(place, forward_prefetch=1, offload="activations")
-
-    def step() -> None:
-        sharded(*tokens(place)).backward()
-        sharded.zero_grad()
-        place.synchronize()
-
-    for _ in range(2):
-        step()
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * place.cuda
-    with profile(activities=activities) as profiler:
-        for _ in range(3):
-            step()
-    hardware = "h100-sxm" if place.cuda else "cpu-gloo"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "trace.json.gz")
-        profiler.export_chrome_trace(str(file))
-        comparison = compare_trace(graphshard.simulate(sharded, hardware=hardware), file)
-    expected = [event.name for event in sharded.program.schedule()]
-    halves = comparison.run.halves[:2]
-    found = [event.name for half in halves for event in half.events if event.name in expected]
-    said = f"{len(found)} of {len(expected)} events"
-    yield Row("trace", "names in the program's order", said, "all", found == expected)
-    yield Row("trace", "steps", f"{comparison.steps}", "3", comparison.steps == 3)
-    compute = [e for e in comparison.events if e.event.op == "compute" and e.predicted > 0]
-    silent = [e.event.name for e in compute if not e.measured]
-    yield Row("trace", "compute without time", ", ".join(silent[:3]) or "none", "none", not silent)
-    if place.timed:
-        moved = [e for e in comparison.events if e.kind == "communication" and e.predicted > 0]
-        still = [e.event.name for e in moved if not e.measured]
-        yield Row("trace", "kernels on the device", f"{comparison.run.on_device}", "True",
-                  comparison.run.on_device)  # fmt: skip
-        yield Row(
-            "trace", "communication without time", ", ".join(still[:3]) or "none", "none", not still
-        )
-        total, parts = comparison.measured_seconds, comparison.sums("compute")[0]
-        parts += comparison.sums("exposed")[0]
-        yield Row("trace", "compute and exposed within the step", f"{parts / total:.3f}", "<= 1.01",
-                  parts <= 1.01 * total)  # fmt: skip
-    if place.cuda:
-        with torch.autograd.profiler.emit_nvtx():
-            step()
-        yield Row("trace", "a step inside emit_nvtx", "ran")

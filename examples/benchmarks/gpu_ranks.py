@@ -6,21 +6,22 @@ own, and NCCL moves everything through sockets.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import get_context
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from examples.benchmarks.gpu_cases import CASES, GRAPH_CASES, Run, Told
-from examples.benchmarks.gpu_checks import gap
 from examples.benchmarks.gpu_table import Place, Row, patience
 
 COUNT = 4
@@ -54,14 +55,10 @@ def ranks(place: Place) -> Iterator[Row]:
     yield Row("ranks", "ranks", f"{COUNT} over {how}")
     names = list(CASES)
     for _ in range(STARTS):
-        for name, row in rows_of("ranks", Ranks(place, names, COUNT)):
-            yield row
-            if name in names:
-                names = names[names.index(name) + 1 :]
+        names = yield from rows_of("ranks", place, names, COUNT)
         if not names:
-            break
-    if names:
-        yield Row("ranks", f"{len(names)} more cases", ", ".join(names)[:160], "run", False)
+            return
+    yield Row("ranks", f"{len(names)} more cases", ", ".join(names)[:160], "run", False)
 
 
 def graph_ranks(place: Place) -> Iterator[Row]:
@@ -69,109 +66,68 @@ def graph_ranks(place: Place) -> Iterator[Row]:
     count = max(2, min(COUNT, torch.cuda.device_count()))
     for end in ENDS:
         names = list(GRAPH_CASES) if end == "destroy" else list(GRAPH_CASES)[:1]
-        for _, row in rows_of("graph_ranks", Ranks(place, names, count, end)):
-            yield row
+        yield from rows_of("graph_ranks", place, names, count, end)
 
 
-def rows_of(section: str, started: Ranks) -> Iterator[tuple[str, Row]]:
-    """The rows of cases and of the end of ranks, each with the name of its case."""
-    for name, told in started.results():
-        if isinstance(told, str):
-            for line in nccl_said(started.folder):
-                yield "", Row(section, "NCCL said", line[:160])
-            yield name, Row(section, name, told[:160], "no error", False)
-            return
-        indent = ""
-        if told[0].expected:
-            worst, bar = max(gap(each.numbers, each.expected) for each in told), told[0].bar
-            said, indent = "bit-equal" if worst == 0 else f"within {worst:.1e}", "  "
-            yield name, Row(section, name, said, f"{bar:g}", worst <= bar)
-        notes = [each.note for each in told if each.ok is False] or [each.note for each in told]
-        if notes[0]:
-            oks = [each.ok for each in told]
-            ok = None if None in oks else all(oks)
-            yield name, Row(section, f"{indent}{name}", notes[0][:160], ok=ok)
-    ended = started.wait_for_end()
-    yield "", Row(section, ENDS[started.end], ended, "code 0", ended == "code 0")
+def rows_of(
+    section: str, place: Place, names: Sequence[str], count: int, end: str = "destroy"
+) -> Generator[Row, None, list[str]]:
+    """The rows of cases and of the end of ranks; returns the cases behind one that failed."""
+    folder = Path(tempfile.mkdtemp(dir=place.folder))
+    told = get_context("spawn").SimpleQueue()
+    given = (count, names, folder, place, end, told)
+    started = start_processes(_rank, given, nprocs=count, join=False, daemon=True)
+    waits = patience(place.device.type)
+    done, failure, ended = 0, "", False
+    deadline = time.monotonic() + (FIRST + EACH) * waits
+    while not (ended or failure):
+        try:
+            ended = started.join(timeout=0.1)
+        except ProcessExitedException as error:
+            failure = str(error)
+        while not told.empty():
+            said = told.get()
+            if isinstance(said, str):
+                failure = said
+                break
+            yield from rows_of_case(section, names[done], said)
+            done += 1
+            limit = EACH if done < len(names) else END
+            deadline = time.monotonic() + limit * waits
+        if time.monotonic() > deadline:
+            failure = failure or "ranks hang"
+    for process in started.processes:
+        process.kill()
+        process.join()
+    if failure:
+        for line in nccl_said(folder):
+            yield Row(section, "NCCL said", line[:160])
+    if done == len(names):
+        yield Row(section, ENDS[end], failure[:160] or "code 0", "code 0", not failure)
+        return []
+    yield Row(section, names[done], failure[:160], "no error", False)
+    return list(names[done + 1 :])
 
 
-# -- processes -------------------------------------------------------------------------------------
-
-
-class Ranks:
-    """Processes that run cases one after the other, and write what each told to files."""
-
-    started = 0
-
-    def __init__(
-        self, place: Place, names: Sequence[str], count: int, end: str = "destroy"
-    ) -> None:
-        Ranks.started += 1
-        self.names, self.count, self.end = list(names), count, end
-        self.patience = patience(place.device.type)
-        self.folder = place.folder / f"ranks{Ranks.started}"
-        self.folder.mkdir()
-        context = multiprocessing.get_context("spawn")
-        given = (count, self.names, str(self.folder), place.device.type, place.small, end)
-        self.processes: list[Any] = [
-            context.Process(target=_rank, args=(rank, *given), daemon=True) for rank in range(count)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def results(self) -> Iterator[tuple[str, list[Told] | str]]:
-        """Each case with what its ranks told; a failure in words, after which none comes."""
-        limit = FIRST
-        for number, name in enumerate(self.names):
-            deadline = time.monotonic() + (limit + EACH) * self.patience
-            limit = 0.0
-            failure = self._wait(number, deadline)
-            if failure:
-                self.kill()
-                yield name, failure
-                return
-            files = [self.folder / f"{number}.{rank}" for rank in range(self.count)]
-            # Of processes of this file.
-            yield name, [torch.load(file, weights_only=False) for file in files]
-
-    def _wait(self, number: int, deadline: float) -> str:
-        """Wait until every rank is done with a case; what failed, or ""."""
-        while True:
-            missing = [r for r in range(self.count) if not (self.folder / f"{number}.{r}").exists()]
-            if not missing:
-                return ""
-            errors = sorted(self.folder.glob("error.*"), key=lambda file: file.stat().st_mtime)
-            if errors:
-                return f"rank {errors[0].suffix[1:]}: {errors[0].read_text()}"
-            gone = [rank for rank in missing if self.processes[rank].exitcode is not None]
-            if gone:
-                return f"rank {gone[0]} ended with code {self.processes[gone[0]].exitcode}"
-            if time.monotonic() > deadline:
-                return f"ranks {missing} hang"
-            time.sleep(0.05)
-
-    def wait_for_end(self) -> str:
-        """ "code 0" once every rank has ended in order, or what did not."""
-        deadline = time.monotonic() + END * self.patience
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]
-        self.kill()
-        if None in codes:
-            return f"ranks {[r for r, code in enumerate(codes) if code is None]} hang"
-        return "code 0" if not any(codes) else f"codes {codes}"
-
-    def kill(self) -> None:
-        """End what is left."""
-        for process in self.processes:
-            process.kill()
-            process.join()
+def rows_of_case(section: str, name: str, ranks: Sequence[Told]) -> Iterator[Row]:
+    """What ranks told of a case: how far off the worst is, and the words of one that is wrong."""
+    gaps, bar = [told.worst for told in ranks if told.worst is not None], ranks[0].bar
+    if gaps:
+        said = "bit-equal" if max(gaps) == 0 else f"within {max(gaps):.1e}"
+        yield Row(section, name, said, f"{bar:g}", max(gaps) <= bar)
+    notes = [each.note for each in ranks if each.ok is False] or [each.note for each in ranks]
+    if notes[0]:
+        oks = [each.ok for each in ranks]
+        yield Row(section, f"  {name}", notes[0][:160], ok=None if None in oks else all(oks))
 
 
 def nccl_said(folder: Path) -> list[str]:
     """The warnings that NCCL wrote, without their time and place."""
     lines = [line for file in folder.rglob("nccl.*") for line in file.read_text().splitlines()]
     return sorted({line.split("NCCL WARN", 1)[1].strip() for line in lines if "NCCL WARN" in line})
+
+
+# -- in a rank -------------------------------------------------------------------------------------
 
 
 def join(rank: int, count: int, folder: str, kind: str, alone: bool) -> torch.device:
@@ -200,21 +156,23 @@ def join(rank: int, count: int, folder: str, kind: str, alone: bool) -> torch.de
 
 
 def _rank(
-    rank: int, count: int, names: Sequence[str], folder: str, kind: str, small: bool, end: str
+    rank: int, count: int, names: Sequence[str], folder: Path, place: Place, end: str, told: Any
 ) -> None:
+    """Run cases one after the other; rank 0 puts what all ranks told of each into a queue."""
+    kind = place.device.type
     try:
         crowded = kind == "cuda" and torch.cuda.device_count() < count
-        device = join(rank, count, folder, kind, crowded)
-        run = Run(Place(device, small, Path(folder)), rank, count)
-        for number, name in enumerate(names):
-            told = (CASES | GRAPH_CASES)[name](run)
-            part = Path(folder, f"part.{rank}")
-            torch.save(told, part)
-            part.rename(Path(folder, f"{number}.{rank}"))
+        device = join(rank, count, str(folder), kind, crowded)
+        run = Run(Place(device, place.small, folder), rank, count)
+        for name in names:
+            every: list[Any] = [None] * count
+            dist.all_gather_object(every, (CASES | GRAPH_CASES)[name](run))
+            if rank == 0:
+                told.put(every)
     except Exception as error:
         traceback.print_exc()
         said = str(error).strip().splitlines() or [""]
-        Path(folder, f"error.{rank}").write_text(f"{type(error).__name__}: {said[0]}")
+        told.put(f"rank {rank}: {type(error).__name__}: {said[0]}")
         sys.stderr.flush()
         os._exit(1)
     run.place.synchronize()

@@ -163,7 +163,7 @@ def read_rows(out: Path) -> list[Row]:
     return rows
 
 
-# -- results that are kept: one JSON file, one Markdown table, and the README's copy ---------------
+# -- results that are kept: a JSON file, and the README's table ------------------------------------
 
 BEGIN, END = "<!-- results of gpu.py -->", "<!-- end of the results of gpu.py -->"
 NOT_RUN = "Not run on a GPU: no line of this table has been measured yet."
@@ -176,25 +176,17 @@ def machine(device: str) -> dict[str, str]:
     said = {"device": "CPU", "torch": torch.__version__, "Python": platform.python_version()}
     if device == "cuda":
         said["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-        said["driver"] = driver()
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+            said["driver"] = told.stdout.split()[0]
         said["CUDA"] = str(torch.version.cuda)
         said["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return said
 
 
-def driver() -> str:
-    """The version of the driver, "unknown" where `nvidia-smi` does not tell."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return next(iter(told.stdout.split()), "unknown")
-
-
 def heading(of: dict[str, str]) -> str:
-    rest = ", ".join(f"{name} {version}" for name, version in of.items() if name != "device")
-    return f"{of['device']}, {rest}"
+    return ", ".join(f"{name} {version}" for name, version in of.items())
 
 
 def results_in(file: Path, of: dict[str, str]) -> Results:
@@ -232,14 +224,10 @@ def markdown(results: Results) -> str:
 
 
 def write(file: Path, results: Results) -> None:
-    """Write the JSON, each file whole or not at all, and the Markdown table beside it."""
-    for path, text in (
-        (file, json.dumps(results, indent=1) + "\n"),
-        (file.with_suffix(".md"), markdown(results)),
-    ):
-        part = path.with_name(f"{path.name}.part")
-        part.write_text(text)
-        part.replace(path)
+    """Write the JSON, whole or not at all."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(file)
 
 
 def included(readme: str, file: Path) -> str:
@@ -247,7 +235,7 @@ def included(readme: str, file: Path) -> str:
     text = f"{NOT_RUN}\n"
     if file.exists():
         results = json.loads(file.read_text())
-        if "driver" not in results["machine"]:
+        if "CUDA" not in results["machine"]:
             raise ValueError(f"{file} was not measured on a GPU")
         text = markdown(results)
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:

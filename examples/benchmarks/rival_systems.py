@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class Setting:
     device: torch.device
     units: tuple[str, ...]  # class names of the modules that are units, the root besides
     dtype: torch.dtype | None  # to compute, gather and reduce in; None: the parameters' own
-    batch: Batch  # an example
+    batch: Batch | None  # an example; None: captured at the first call
+    reduce_dtype: torch.dtype | None = None  # None: `dtype`
     hardware: str | None = None  # what "overlap" is timed on
 
     def blocks(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -45,17 +46,18 @@ class Setting:
 class Trained:
     """A system at work on a rank: what a step calls, and what lives between steps."""
 
-    call: Callable[..., Any]
+    called: nn.Module
     module: nn.Module
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=LEARNING_RATE)
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.module.parameters(), lr=LEARNING_RATE)
 
     def step(self, batch: Batch, before_optimizer: Callable[[], None] | None = None) -> Tensor:
         """A whole training step; the loss."""
         with self.context():
-            loss = loss_of(self.call(**batch))
+            loss = loss_of(self.called(**batch))
         loss.backward()
         if before_optimizer is not None:
             before_optimizer()
@@ -83,7 +85,7 @@ def graphshard_step(
 ) -> Trained:
     """Ours, under a `BlockPolicy` with these options."""
     if setting.dtype is not None:
-        options["mixed_precision"] = graphshard.MixedPrecision(param_dtype=setting.dtype)
+        options["mixed_precision"] = graphshard.MixedPrecision(setting.dtype, setting.reduce_dtype)
     if options.get("schedule") == "overlap":
         options.setdefault("hardware", setting.hardware)
     sharded = graphshard.compile(
@@ -112,7 +114,7 @@ def fully_shard_step(
             model.get_submodule(path).register_module(leaf, block)
     options: dict[str, Any] = {"mesh": setting.mesh}
     if setting.dtype is not None:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=setting.dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(setting.dtype, setting.reduce_dtype)
     for _, block in blocks:
         fully_shard(block, **options, **of_blocks)
     fully_shard(model, **options)
