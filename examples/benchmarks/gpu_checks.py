@@ -17,11 +17,9 @@ from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.harness import fake_ranks
 from examples.benchmarks.live_bytes import LiveBytes
 from examples.benchmarks.stand_in import modelled, stand_in
-from examples.benchmarks.stress import allocated, broken
+from examples.benchmarks.stress import broken
 from examples.gpt import GPT, Block, GPTConfig
-from graphshard.errors import RuntimeStateError
 from graphshard.hardware.hardware import Hardware
-from graphshard.runtime.cuda_graphs import Recorder
 
 HARDWARE = "hardware.json"  # in the folder of the run
 ASKED_FOR = "requested_bytes.all"  # in the allocator's statistics
@@ -154,12 +152,6 @@ def stress(place: Place) -> Iterator[Row]:
         took = time.perf_counter() - begin
         said = wrong or f"bit-equal, {took:.0f} s"
         yield Row("stress", f"{steps} steps, {name}", said, "bit-equal", not wrong)
-    if place.cuda:
-        for name, _, fields in runs:
-            *before, last = allocated(place.device, **fields)
-            settled = 1 + max((n for n, trace in enumerate(before, 1) if trace != last), default=0)
-            said = f"the same addresses from step {settled} on"
-            yield Row("stress", f"allocator, {name}", said, "step 6", settled <= 6)
     yield _host_waits(place)
     yield place.retries("stress")
 
@@ -213,53 +205,7 @@ def graph(place: Place) -> Iterator[Row]:
         yield Row("graph", "  step", took)
         used = f"{reserved[True] / 2**20:.0f} MiB, {reserved[False] / 2**20:.0f} without"
         yield Row("graph", "  memory reserved", used)
-    if place.cuda:
-        yield from _recorded(place)
-        yield from _released(place)
     yield place.retries("graph")
-
-
-def _recorded(place: Place) -> Iterator[Row]:
-    """Captures on the last device while the first is current, and one of nothing."""
-    device = torch.device(place.device.type, torch.cuda.device_count() - 1)
-    recorder, x = Recorder(device), torch.ones(8, device=device)
-    captured, y = recorder.capture(lambda args: args[0] * 2, [x])
-    x.fill_(3)
-    captured.replay()
-    torch.cuda.synchronize(device)
-    right = bool((y == 6).all()) and torch.cuda.current_device() == 0
-    yield Row("graph", f"a capture on {device}, with cuda:0 current", str(y[0].item()), "6", right)
-    try:
-        recorder.capture(lambda args: None, [])
-    except RuntimeStateError as error:
-        yield Row("graph", "a capture of nothing", str(error)[:60], "an error", True)
-    else:
-        yield Row("graph", "a capture of nothing", "no error", "an error", False)
-
-
-def _released(place: Place) -> Iterator[Row]:
-    """What releasing graphs gives back, and that they are captured again."""
-    sharded, batch = sharded_gpt(place, cuda_graph=True), tokens(place)
-    stand_in(sharded)
-    short = tuple(ids[:, : ids.shape[1] // 2].contiguous() for ids in batch)
-
-    def reserved(inputs: tuple[Tensor, ...] | None = None) -> float:
-        for _ in range(4 if inputs else 0):
-            sharded(*inputs).backward()
-            sharded.zero_grad()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved() / 2**20
-
-    one, two = reserved(batch), reserved(short)
-    sharded.release_graphs()
-    none, again = reserved(), reserved(batch)
-    said = f"{one:.0f} MiB reserved, {two:.0f} with a second program, {none:.0f} released"
-    # The second program finds its activations' memory in the pool of the first.
-    ok = none < one and two < one + 0.5 * (one - none)
-    yield Row("graph", "  graphs of two programs", said, "share memory, and give it back", ok)
-    alike = abs(again / one - 1) <= 0.05
-    yield Row("graph", "  captured again", f"{again:.0f} MiB", "1.05", alike)
 
 
 def trained(model: nn.Module, place: Place, steps: int, seed: int = 0) -> list[float]:

@@ -10,7 +10,6 @@ else, differs.
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -163,22 +162,3 @@ def broken(device: torch.device, steps: int, seed: int, **fields: Any) -> str:
     if not all(map(torch.equal, expected[1], found[1])):
         return "parameters differ at the end"
     return ""
-
-
-def allocated(device: torch.device, steps: int = 8, **fields: Any) -> list[list[tuple[Any, ...]]]:
-    """By training step, what the allocator did, address by address; on CUDA and a "fake" group."""
-    gc.collect()  # what went before is given back now, and not in some step
-    sharded = graphshard.compile(Stack(), graphshard.BlockPolicy({Block}, **fields), device=device)
-    stand_in(sharded)
-    optimizer = torch.optim.AdamW(sharded.parameters())
-    batch = torch.randn(BATCH, WIDTH, device=device)
-    traces = []
-    for _ in range(steps):
-        torch.cuda.memory._record_memory_history(context=None, stacks="python", clear_history=True)
-        sharded(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        (trace, *_) = torch.cuda.memory._snapshot()["device_traces"]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        traces.append([(entry["action"], entry["size"], entry["addr"]) for entry in trace])
-    return traces
