@@ -7,6 +7,10 @@ unit. Steps come in pairs whose order alternates (A B, B A, ...), so that drift 
 on both alike; a step's time is the slowest rank's. The ratio is the median over pairs, with the
 distribution-free confidence interval that the sign test gives for a median. Peaks are those of
 steps of their own, which are not timed.
+
+`--host` takes the CPU time of the thread that trains in place of the clock's: with blocks a few
+numbers wide nearly all of it is the host's work. Threads of Gloo are left out: the one that reads
+sockets spins while another holds a connection.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD")
     parser.add_argument("--backward-prefetch", choices=["pre", "post", "none"], default="pre")
     parser.add_argument("--forward-prefetch", type=int, default=0)
+    parser.add_argument("--host", action="store_true", help="CPU time of the training thread")
     pairs_arguments(parser, warmup=3)
     parser.set_defaults(scale=1, hardware=None)
     return parser.parse_args()

@@ -111,14 +111,16 @@ def alternate(
     return {name: each[warmup:] for name, each in times.items()}, results
 
 
-def seconds(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+def seconds(
+    work: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, Any]:
     """Seconds of `work` from a common start until this rank's device is done, and its result."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin = clock()
     result = work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - begin, result
+    return clock() - begin, result
 
 
 def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:

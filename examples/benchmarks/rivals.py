@@ -95,6 +95,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--hardware", metavar="FILE", help="what our overlap is timed on")
     parser.add_argument("--fake", type=int, metavar="RANKS", help="memory of one rank of so many")
     pairs_arguments(parser, warmup=2)
+    parser.set_defaults(host=False)
     return parser.parse_args()
 
 
@@ -149,6 +150,7 @@ class Case:
         gc.freeze()  # so that collecting garbage before each step takes no time
         rounds = self.args.warmup + self.args.pairs
         batches = [data.batch(1 + index, rank) for index in range(rounds)]
+        clock = time.thread_time if self.args.host else time.perf_counter
         times, losses = harness.alternate(
             {
                 name: lambda index, of=trained: of.step(batches[index]).item()
@@ -156,7 +158,7 @@ class Case:
             },
             self.args.warmup,
             self.args.pairs,
-            partial(harness.seconds, device=self.device),
+            partial(harness.seconds, device=self.device, clock=clock),
         )
         for result in results:
             if result.system in running:
