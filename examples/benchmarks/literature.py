@@ -2,7 +2,7 @@
 
     python examples/benchmarks/literature.py                 # all runs: minutes
     python examples/benchmarks/literature.py tt- ibm-h100    # those whose name begins so
-    python examples/benchmarks/literature.py --processes 2 --json
+    python examples/benchmarks/literature.py --processes 2
 
 `literature.json` has the runs. Each is captured on the meta device, as `literature_models.py` has
 it, and simulated on a preset with the bandwidths and the power that its source names. No constant
@@ -17,10 +17,11 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
@@ -362,12 +363,6 @@ class Row:
             return None
         return getattr(self.found, known["memory_is"]) / GIB / known["memory_gib"] - 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data; what is not known is None."""
-        found = {k: None if math.isnan(v) else v for k, v in asdict(self.found).items()}
-        told = ("published", "predicted", "error", "memory_error", "fits")
-        return {"run": asdict(self.run), "found": found, **{k: getattr(self, k) for k in told}}
-
     def __str__(self) -> str:
         known, found = self.run.published, self.found
         memory = f"{found.allocated / GIB:.1f} allocated"
@@ -463,15 +458,12 @@ def _rows_of(ids: Sequence[str], whole: bool) -> list[Row]:
     return list(predicted([by_id[each] for each in ids], whole=whole))
 
 
-def all_rows(chosen: Sequence[Run], processes: int, whole: bool) -> Iterator[Row]:
+def all_rows(chosen: Sequence[Run], processes: int, whole: bool) -> list[Row]:
+    """The rows of runs, in their order."""
     ids = [[run.id for run in group] for group in groups(chosen, whole)]
-    if processes == 1:
-        for group in ids:
-            yield from _rows_of(group, whole)
-        return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_rows_of, group, whole) for group in ids]):
-            yield from done.result()
+        rows = [row for found in pool.map(_rows_of, ids, repeat(whole)) for row in found]
+    return sorted(rows, key=lambda row: chosen.index(row.run))
 
 
 def fitted_in_step(rows: Sequence[Row]) -> float:
@@ -513,34 +505,21 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("names", nargs="*", help="how the names of runs begin; all if none")
-    parser.add_argument("--json", action="store_true", help="write rows and summary as JSON")
-    parser.add_argument("--markdown", action="store_true", help="the README's table, in its order")
     parser.add_argument("--whole", action="store_true", help="simulate all blocks of each model")
     parser.add_argument("--processes", type=int, default=1, help="that share the runs (1)")
     args = parser.parse_args()
     names = tuple(args.names) or ("",)
     rows = all_rows(runs(names), args.processes, args.whole)
-    if args.json or args.markdown:
-        rows = iter(sorted(rows, key=lambda row: runs().index(row.run)))
-    if not args.json:
-        print("| run | published | predicted | error | memory, GiB |\n|---|---|---|---|---|")
-    done = []
-    for row in rows:
-        done.append(row)
-        if not args.json:
-            print(row, flush=True)
-    said = [*summary(done)] if done else []
+    print("| run | published | predicted | error | memory, GiB |\n|---|---|---|---|---|")
+    print(*rows, sep="\n")
+    if rows:
+        print(*summary(rows), sep="\n")
     if "t5-11b".startswith(names):
         published, predicted = t5_scaling()
-        said.append(
+        print(
             f"T5-11B, 8 to 512 x a100-80gb, bf16, recompute, 8 x 512 (not published): "
             f"{published:+.0%} published, {predicted:+.1%} predicted"
         )
-    if args.json:
-        plain = [row.to_dict() for row in done]
-        print(json.dumps({"rows": plain, "summary": said}, indent=1))
-    else:
-        print("\n".join(said))
 
 
 if __name__ == "__main__":
