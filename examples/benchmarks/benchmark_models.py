@@ -9,14 +9,13 @@ compares losses. Weights are random and nothing is downloaded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -318,40 +317,21 @@ def made(model: Model, device: torch.device) -> nn.Module:
     return model.build().train().to(device)
 
 
-def expected_losses(data: Data, steps: int, rank: int, dtype: torch.dtype | None) -> list[float]:
+def expected_losses(data: Data, steps: int, rank: int) -> list[float]:
     """The losses of `rank` over AdamW steps of a single process that has every rank's batch.
 
     Each rank's batch goes through the model by itself (BatchNorm sees no other), and gradients are
-    averaged. Under `dtype` parameters and floating-point inputs are cast to it, as sharded systems
-    do; sums of gradients and the optimizer stay in float32.
+    averaged.
     """
     model = made(data.model, data.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses = []
     for step in range(steps):
         for other in range(data.ranks):
-            loss = _loss(model, data.batch(step, other), dtype)
+            loss = loss_of(model(**data.batch(step, other)))
             (loss / data.ranks).backward()
             if other == rank:
                 losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-def _loss(model: nn.Module, batch: Batch, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None:
-        return loss_of(model(**batch))
-    cast = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in batch.items()
-    }
-    return loss_of(functional_call(model, dict(_low(model, dtype)), (), cast))
-
-
-def _low(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        # BatchNorm computes in float32 here, with statistics in it.
-        low = not isinstance(owner, nn.modules.batchnorm._BatchNorm)
-        yield name, parameter.to(dtype) if low else parameter
