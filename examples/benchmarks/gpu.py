@@ -37,9 +37,8 @@ PARTS = {
         Section("parity", "one rank against the plain model, each option", 60, gpu_checks.parity),
         Section("ranks", "four ranks against one process", 200, gpu_ranks.ranks),
         Section("graph", "whole-step CUDA graphs", 45, gpu_checks.graph),
-        Section("graph_ranks", "CUDA graphs over NCCL, and their end", 125, gpu_ranks.graph_ranks),
         Section("stress", "delays on every stream, poisoned frees", 90, gpu_checks.stress),
-        Section("rates", "a preset's rates of products and attention", 40, gpu_rates.rates),
+        Section("rates", "a preset's rates of products and attention", 60, gpu_rates.rates),
     ),
     "2": (
         Section("calibrate", "graphshard calibrate --quick", 90, gpu_checks.calibrated),

@@ -1,4 +1,4 @@
-"""What the ranks of the sections `ranks` and `graph_ranks` do: each case trains, and tells numbers.
+"""What the ranks of the section `ranks` do: each case trains, and tells what is wrong.
 
 A case runs on any device: over NCCL on GPUs, over Gloo on CPUs. It compares the losses of this rank
 and the whole parameters at the end with those of one process that trains on every rank's batch.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,14 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from examples.benchmarks.gpu_checks import gap, sharded_gpt, tokens
-from examples.benchmarks.gpu_checks import trained as losses_of
+from examples.benchmarks.gpu_checks import gap
 from examples.benchmarks.gpu_table import Place
 from examples.benchmarks.harness import worst_rank
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard.errors import FingerprintError
 from graphshard.runtime.calls import Fingerprint
-from graphshard.runtime.cuda_graphs import Recorder
 
 Batch = tuple[Tensor, ...]
 Numbers = dict[str, Tensor]
@@ -282,57 +279,4 @@ CASES: dict[str, Callable[[Run], Told]] = {
     "FSDP2": against_fsdp2,
     "inductor": compiled,
     "parting ways": parted,
-}
-
-# -- graphs that live to the end -------------------------------------------------------------------
-
-kept: list[Any] = []
-"""Modules whose graphs live until the process ends."""
-
-
-def kept_graphs(run: Run) -> Told:
-    """Losses with graphs and without."""
-    losses: list[Numbers] = []
-    for graphs in (True, False):
-        module = sharded_gpt(run.place, cuda_graph=graphs)
-        found = losses_of(module, run.place, steps=6, seed=run.rank)
-        losses.append({"the losses": torch.tensor(found)})
-        if graphs:
-            kept.append(module)
-    said = str(kept[0].program.cuda_graphs)
-    return Told(gap(*losses), note=said, ok=said.startswith("one for") == run.place.cuda)
-
-
-def failing_capture(run: Run) -> Told:
-    """What the program says when a capture fails on rank 1 after all that it records."""
-    capture = Recorder.capture
-
-    def fails(self: Recorder, work: Any, args: list[Any]) -> Any:
-        captured = capture(self, work, args)
-        if run.rank == 1:
-            raise RuntimeError("on purpose")
-        return captured
-
-    sharded = sharded_gpt(run.place, cuda_graph=True)
-    with patch.object(Recorder, "capture", fails):
-        losses_of(sharded, run.place, steps=4, seed=run.rank)
-    said = str(sharded.program.cuda_graphs)
-    return Told(note=said, ok="capture failed" in said if run.place.cuda else None)
-
-
-def unequal_shapes(run: Run) -> Told:
-    """The error that ranks get for inputs of other shapes on each."""
-    ids, targets = (each[:, : 8 + run.rank].contiguous() for each in tokens(run.place))
-    said = "no error"
-    try:
-        kept[0](ids, targets)
-    except FingerprintError as error:
-        said = type(error).__name__
-    return Told(note=said, ok=said == "FingerprintError" if run.place.cuda else None)
-
-
-GRAPH_CASES: dict[str, Callable[[Run], Told]] = {
-    "losses of 6 steps, with graphs and without": kept_graphs,
-    "a capture that fails on rank 1": failing_capture,
-    "unequal shapes": unequal_shapes,
 }

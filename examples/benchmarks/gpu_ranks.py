@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from examples.benchmarks.gpu_cases import CASES, GRAPH_CASES, Run, Told
+from examples.benchmarks.gpu_cases import CASES, Run, Told
 from examples.benchmarks.gpu_table import Place, Row, patience
 
 COUNT = 4
@@ -42,12 +42,6 @@ LONE = {
 }
 """What NCCL needs for several ranks on one GPU."""
 
-ENDS = {
-    "destroy": "destroy_process_group, exit",
-    "abort": "abort with graphs alive",
-    "exit": "Python ends with graphs alive",
-}
-
 
 def ranks(place: Place) -> Iterator[Row]:
     shares = place.cuda and torch.cuda.device_count() < COUNT
@@ -55,42 +49,32 @@ def ranks(place: Place) -> Iterator[Row]:
     yield Row("ranks", "ranks", f"{COUNT} over {how}")
     names = list(CASES)
     for _ in range(STARTS):
-        names = yield from rows_of("ranks", place, names, COUNT)
+        names = yield from rows_of(place, names)
         if not names:
             return
     yield Row("ranks", f"{len(names)} more cases", ", ".join(names)[:160], "run", False)
 
 
-def graph_ranks(place: Place) -> Iterator[Row]:
-    """Graphs whose collectives are NCCL's, and each way in which a process group ends."""
-    count = max(2, min(COUNT, torch.cuda.device_count()))
-    for end in ENDS:
-        names = list(GRAPH_CASES) if end == "destroy" else list(GRAPH_CASES)[:1]
-        yield from rows_of("graph_ranks", place, names, count, end)
-
-
-def rows_of(
-    section: str, place: Place, names: Sequence[str], count: int, end: str = "destroy"
-) -> Generator[Row, None, list[str]]:
+def rows_of(place: Place, names: Sequence[str]) -> Generator[Row, None, list[str]]:
     """The rows of cases and of the end of ranks; returns the cases behind one that failed."""
     folder = Path(tempfile.mkdtemp(dir=place.folder))
     told = get_context("spawn").SimpleQueue()
-    given = (count, names, folder, place, end, told)
-    started = start_processes(_rank, given, nprocs=count, join=False, daemon=True)
+    given = (names, folder, place, told)
+    started = start_processes(_rank, given, nprocs=COUNT, join=False, daemon=True)
     waits = patience(place.device.type)
     done, failure, ended = 0, "", False
     deadline = time.monotonic() + (FIRST + EACH) * waits
     while not (ended or failure):
         try:
             ended = started.join(timeout=0.1)
-        except ProcessExitedException as error:
-            failure = str(error)
+        except ProcessException as error:
+            failure = str(error).strip().splitlines()[-1]
         while not told.empty():
             said = told.get()
             if isinstance(said, str):
                 failure = said
                 break
-            yield from rows_of_case(section, names[done], said)
+            yield from rows_of_case(names[done], said)
             done += 1
             limit = EACH if done < len(names) else END
             deadline = time.monotonic() + limit * waits
@@ -101,24 +85,24 @@ def rows_of(
         process.join()
     if failure:
         for line in nccl_said(folder):
-            yield Row(section, "NCCL said", line[:160])
+            yield Row("ranks", "NCCL said", line[:160])
     if done == len(names):
-        yield Row(section, ENDS[end], failure[:160] or "code 0", "code 0", not failure)
+        yield Row("ranks", "the end of the ranks", failure[:160] or "code 0", "code 0", not failure)
         return []
-    yield Row(section, names[done], failure[:160], "no error", False)
+    yield Row("ranks", names[done], failure[:160], "no error", False)
     return list(names[done + 1 :])
 
 
-def rows_of_case(section: str, name: str, ranks: Sequence[Told]) -> Iterator[Row]:
+def rows_of_case(name: str, ranks: Sequence[Told]) -> Iterator[Row]:
     """What ranks told of a case: how far off the worst is, and the words of one that is wrong."""
     gaps, bar = [told.worst for told in ranks if told.worst is not None], ranks[0].bar
     if gaps:
         said = "bit-equal" if max(gaps) == 0 else f"within {max(gaps):.1e}"
-        yield Row(section, name, said, f"{bar:g}", max(gaps) <= bar)
+        yield Row("ranks", name, said, f"{bar:g}", max(gaps) <= bar)
     notes = [each.note for each in ranks if each.ok is False] or [each.note for each in ranks]
     if notes[0]:
         oks = [each.ok for each in ranks]
-        yield Row(section, f"  {name}", notes[0][:160], ok=None if None in oks else all(oks))
+        yield Row("ranks", f"  {name}", notes[0][:160], ok=None if None in oks else all(oks))
 
 
 def nccl_said(folder: Path) -> list[str]:
@@ -155,18 +139,16 @@ def join(rank: int, count: int, folder: str, kind: str, alone: bool) -> torch.de
     return device
 
 
-def _rank(
-    rank: int, count: int, names: Sequence[str], folder: Path, place: Place, end: str, told: Any
-) -> None:
+def _rank(rank: int, names: Sequence[str], folder: Path, place: Place, told: Any) -> None:
     """Run cases one after the other; rank 0 puts what all ranks told of each into a queue."""
     kind = place.device.type
     try:
-        crowded = kind == "cuda" and torch.cuda.device_count() < count
-        device = join(rank, count, str(folder), kind, crowded)
-        run = Run(Place(device, place.small, folder), rank, count)
+        crowded = kind == "cuda" and torch.cuda.device_count() < COUNT
+        device = join(rank, COUNT, str(folder), kind, crowded)
+        run = Run(Place(device, place.small, folder), rank, COUNT)
         for name in names:
-            every: list[Any] = [None] * count
-            dist.all_gather_object(every, (CASES | GRAPH_CASES)[name](run))
+            every: list[Any] = [None] * COUNT
+            dist.all_gather_object(every, CASES[name](run))
             if rank == 0:
                 told.put(every)
     except Exception as error:
@@ -176,9 +158,6 @@ def _rank(
         sys.stderr.flush()
         os._exit(1)
     run.place.synchronize()
-    if end == "destroy":
-        dist.destroy_process_group()
-    elif end == "abort" and kind == "cuda":
-        dist.distributed_c10d._abort_process_group()
-    if kind != "cuda" or end == "abort":
+    dist.destroy_process_group()
+    if kind != "cuda":
         os._exit(0)  # Gloo at times aborts a process that exits in order

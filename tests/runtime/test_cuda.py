@@ -61,13 +61,11 @@ def test_small_to_its_end(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["ranks", "graph_ranks"])
-def test_ranks_over_nccl(name: str, tmp_path: Path) -> None:
-    rows = section(name, tmp_path, "--small")
+def test_ranks_over_nccl(tmp_path: Path) -> None:
+    rows = section("ranks", tmp_path, "--small")
     said = [row.found for row in rows if row.check == "NCCL said"]
     if said and not all(row.ok for row in rows if row.ok is not None):
         pytest.skip(f"NCCL does not run several ranks here: {said[0]}")
-    if name == "ranks":
-        expected = set(CASES) - ({*NEED_GPUS} if is_made_up() else set())
-        assert expected <= {row.check.strip() for row in rows if row.ok}
+    expected = set(CASES) - ({*NEED_GPUS} if is_made_up() else set())
+    assert expected <= {row.check.strip() for row in rows if row.ok}
     require(rows)

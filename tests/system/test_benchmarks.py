@@ -15,7 +15,7 @@ from examples.benchmarks import gpu, gpu_table
 
 FOLDER = "examples/benchmarks"
 
-ON_CPU_THREADS = ("parity", "ranks", "graph", "graph_ranks", "stress")
+ON_CPU_THREADS = ("parity", "ranks", "graph", "stress")
 """Sections that the tests of CUDA run on a CUDA runtime made of CPU threads."""
 
 SMOKE = [
