@@ -14,14 +14,12 @@ GPUs 240 days, which is what their authors say. The README says the rest.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
@@ -136,14 +134,10 @@ def recomputed_blocks(how: str, blocks: int) -> tuple[str, ...]:
     return ("full" if how == "blocks" else "none",) * blocks
 
 
-def depth_of(run: Run) -> int:
-    return int(data()["models"][run.model]["blocks"])
-
-
-def model_of(run: Run, blocks: int) -> tuple[nn.Module, str]:
-    """The model of `run` on the meta device with `blocks` blocks, and the class of its units."""
-    sizes = {**data()["models"][run.model], "blocks": blocks}
-    kind = sizes.pop("kind")
+def model_of(run: Run) -> tuple[nn.Module, str]:
+    """The model of `run` on the meta device, and the class of its units."""
+    sizes = dict(data()["models"][run.model])
+    kind, blocks = sizes.pop("kind"), int(sizes["blocks"])
     recompute = recomputed_blocks(run.recompute, blocks)
     with torch.device("meta"):
         if kind == "llama":
@@ -189,8 +183,8 @@ def capture_key(run: Run) -> tuple[Any, ...]:
     return (run.model, run.batch, run.length, run.recompute, run.shards, run.gathers, run.reduces)
 
 
-def capture_of(run: Run, blocks: int) -> Captured:
-    model, block = model_of(run, blocks)
+def capture_of(run: Run) -> Captured:
+    model, block = model_of(run)
     precisions = graphshard.plan(model, policy_of(run, block), mesh_shape=run.mesh).precisions
     tokens = torch.zeros(run.batch, run.length, dtype=torch.int64, device="meta")
     program = capture(model, (tokens, tokens), device="cuda", precisions=precisions).program
@@ -266,16 +260,6 @@ class Found:
     allocated: float
     reserved: float
     device: float
-
-    def towards(self, other: Found, share: float) -> Found:
-        """The figures `share` of the way from these to those of `other`, or beyond.
-
-        What an allocator reserves is no line, so it is unknown, and counted as what it has in use.
-        """
-        here, there = asdict(self), asdict(other)
-        found = {name: here[name] + share * (there[name] - here[name]) for name in here}
-        beyond = other.device - other.reserved
-        return Found(**found | {"reserved": math.nan, "device": found["allocated"] + beyond})
 
 
 def found_of(run: Run, captured: Captured) -> Found:
@@ -365,9 +349,7 @@ class Row:
 
     def __str__(self) -> str:
         known, found = self.run.published, self.found
-        memory = f"{found.allocated / GIB:.1f} allocated"
-        if not math.isnan(found.reserved):
-            memory += f", {found.reserved / GIB:.1f} reserved"
+        memory = f"{found.allocated / GIB:.1f} allocated, {found.reserved / GIB:.1f} reserved"
         if self.memory_error is not None:
             memory += f"; published: {known['memory_gib']:.1f} {known['memory_is']}"
             memory += f" ({self.memory_error:+.0%})"
@@ -377,18 +359,6 @@ class Row:
             f"| {setting(self.run)} | {self.published:,.0f}{unit} | {self.predicted:,.0f} | "
             f"{self.error:+.1%} | {memory} |"
         )
-
-
-def depths(run: Run, whole: bool) -> list[int]:
-    """How many blocks the simulated models of `run` have: all, or two smaller numbers.
-
-    From two depths on, each further block adds the same seconds and bytes. Published memory is
-    that of whole models, as an allocator's is no line.
-    """
-    depth = depth_of(run)
-    if whole or depth <= 12 or "memory_gib" in run.published:
-        return [depth]
-    return {"1/3 of blocks": [6, 9], "1/5 of blocks": [5, 10]}.get(run.recompute, [4, 6])
 
 
 def setting(run: Run) -> str:
@@ -404,19 +374,11 @@ def setting(run: Run) -> str:
     return "; ".join(words)
 
 
-def predicted(chosen: Sequence[Run], *, whole: bool = False) -> Iterator[Row]:
-    captured: dict[int, Captured] = {}
-    for run in chosen:
-        found = []
-        for blocks in (at := depths(run, whole)):
-            if blocks not in captured:
-                captured[blocks] = capture_of(run, blocks)
-            found.append(found_of(run, captured[blocks]))
-        all_blocks = found[0]
-        if len(at) > 1:
-            share = (depth_of(run) - at[0]) / (at[1] - at[0])
-            all_blocks = found[0].towards(found[1], share)
-        yield Row(run, all_blocks)
+def predicted(chosen: Sequence[Run]) -> list[Row]:
+    """The rows of runs that share a capture."""
+    torch.set_num_threads(1)
+    captured = capture_of(chosen[0])
+    return [Row(run, found_of(run, captured)) for run in chosen]
 
 
 def t5_scaling() -> tuple[float, float]:
@@ -444,25 +406,13 @@ def t5_scaling() -> tuple[float, float]:
 # -- shown -----------------------------------------------------------------------------------------
 
 
-def groups(chosen: Sequence[Run], whole: bool) -> list[list[Run]]:
-    """Runs that share a capture, together; those that take longest first."""
+def all_rows(chosen: Sequence[Run], processes: int) -> list[Row]:
+    """The rows of runs, in their order; those that share a capture are predicted together."""
     together: dict[tuple[Any, ...], list[Run]] = {}
     for run in chosen:
         together.setdefault(capture_key(run), []).append(run)
-    return sorted(together.values(), key=lambda every: -sum(depths(every[0], whole)))
-
-
-def _rows_of(ids: Sequence[str], whole: bool) -> list[Row]:
-    torch.set_num_threads(1)
-    by_id = {run.id: run for run in runs()}
-    return list(predicted([by_id[each] for each in ids], whole=whole))
-
-
-def all_rows(chosen: Sequence[Run], processes: int, whole: bool) -> list[Row]:
-    """The rows of runs, in their order."""
-    ids = [[run.id for run in group] for group in groups(chosen, whole)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        rows = [row for found in pool.map(_rows_of, ids, repeat(whole)) for row in found]
+        rows = [row for found in pool.map(predicted, together.values()) for row in found]
     return sorted(rows, key=lambda row: chosen.index(row.run))
 
 
@@ -505,11 +455,10 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("names", nargs="*", help="how the names of runs begin; all if none")
-    parser.add_argument("--whole", action="store_true", help="simulate all blocks of each model")
     parser.add_argument("--processes", type=int, default=1, help="that share the runs (1)")
     args = parser.parse_args()
     names = tuple(args.names) or ("",)
-    rows = all_rows(runs(names), args.processes, args.whole)
+    rows = all_rows(runs(names), args.processes)
     print("| run | published | predicted | error | memory, GiB |\n|---|---|---|---|---|")
     print(*rows, sep="\n")
     if rows:
