@@ -119,8 +119,8 @@ def run_sections(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     longer = patience(args.device)
     machine = gpu_table.machine(args.device)
-    print(f"{time.strftime('%Y-%m-%d')}, {gpu_table.heading(machine)}", flush=True)
-    results = gpu_table.results_in(args.save or Path(), machine)
+    print(f"{time.strftime('%Y-%m-%d')}, {machine}", flush=True)
+    results = gpu_table.results_in(args.save, machine)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for section in chosen(args.only, args.part):
@@ -137,9 +137,8 @@ def run_sections(args: argparse.Namespace) -> int:
             rows += found
             # What is known is told at once: whoever runs this may be stopped.
             print(table(found), flush=True)
-            gpu_table.add(results, section.name, found, time.perf_counter() - started)
             if args.save is not None:
-                gpu_table.write(args.save, results)
+                gpu_table.write(args.save, results, section.name, found)
     failed = sum(row.ok is False for row in rows)
     print(f"\n{table(rows)}\n\n{time.perf_counter() - begin:.0f} s, {failed} failed")
     return int(failed > 0)

@@ -169,9 +169,10 @@ BEGIN, END = "<!-- results of gpu.py -->", "<!-- end of the results of gpu.py --
 NOT_RUN = "Not run on a GPU: no line of this table has been measured yet."
 
 Results = dict[str, Any]
+"""The machine in words, and by section its date and rows."""
 
 
-def machine(device: str) -> dict[str, str]:
+def machine(device: str) -> str:
     """The device, and the versions of all that runs on it."""
     said = {"device": "CPU", "torch": torch.__version__, "Python": platform.python_version()}
     if device == "cuda":
@@ -182,52 +183,29 @@ def machine(device: str) -> dict[str, str]:
             said["driver"] = told.stdout.split()[0]
         said["CUDA"] = str(torch.version.cuda)
         said["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return said
+    return ", ".join(f"{name} {version}" for name, version in said.items())
 
 
-def heading(of: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in of.items())
-
-
-def results_in(file: Path, of: dict[str, str]) -> Results:
+def results_in(file: Path | None, of: str) -> Results:
     """What `file` has of the same machine; else nothing."""
-    if file.is_file():
+    if file is not None and file.is_file():
         kept: Results = json.loads(file.read_text())
         if kept["machine"] == of:
             return kept
     return {"machine": of, "sections": {}}
 
 
-def add(results: Results, section: str, rows: Sequence[Row], seconds: float) -> None:
-    """Put the rows of a section in the place of earlier ones."""
-    results["sections"][section] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(seconds, 1),
-        "rows": [asdict(row) for row in rows],
-    }
+def write(file: Path, results: Results, section: str, rows: Sequence[Row]) -> None:
+    """Put the rows of a section in the place of earlier ones, in a file that is always whole."""
+    plain = [asdict(row) for row in rows]
+    results["sections"][section] = {"date": time.strftime("%Y-%m-%d"), "rows": plain}
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(json.dumps(results, indent=1) + "\n")
+    part.replace(file)
 
 
 def rows_of(results: Results) -> list[Row]:
     return [Row(**row) for section in results["sections"].values() for row in section["rows"]]
-
-
-def markdown(results: Results) -> str:
-    """The table, under the machine, and the date and time of each section."""
-    rows = rows_of(results)
-    failed = sum(row.ok is False for row in rows)
-    sections = results["sections"]
-    told = [f"{name} {of['date']} ({of['seconds']:.0f} s)" for name, of in sections.items()]
-    return (
-        f"{heading(results['machine'])}. {failed} of {sum(row.ok is not None for row in rows)} "
-        f"checks failed. Sections: {', '.join(told)}.\n\n{table(rows)}\n"
-    )
-
-
-def write(file: Path, results: Results) -> None:
-    """Write the JSON, whole or not at all."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(file)
 
 
 def included(readme: str, file: Path) -> str:
@@ -237,7 +215,12 @@ def included(readme: str, file: Path) -> str:
         results = json.loads(file.read_text())
         if "CUDA" not in results["machine"]:
             raise ValueError(f"{file} was not measured on a GPU")
-        text = markdown(results)
+        judged = [row.ok for row in rows_of(results) if row.ok is not None]
+        dates = ", ".join(f"{name} {of['date']}" for name, of in results["sections"].items())
+        text = (
+            f"{results['machine']}. {judged.count(False)} of {len(judged)} checks failed. "
+            f"Sections: {dates}.\n\n{table(rows_of(results))}\n"
+        )
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         raise ValueError(f"the README must have {BEGIN} and {END} once each")
     before, rest = readme.split(BEGIN)
