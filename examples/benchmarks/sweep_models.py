@@ -409,7 +409,7 @@ LIBRARIES = (
               lambda: (torch.randn(2, 3, 64, 64),), "resnet18", encoder_weights=None),
     *(_specimen("torch_geometric.nn", kind, _graph, 8, 16, 3, 5) for kind in ("GCN", "GAT", "GIN")),
     _specimen("vector_quantize_pytorch", "VectorQuantize", lambda: (torch.randn(2, 8, 32),),
-              dim=32, codebook_size=16, sync_codebook=False),
+              dim=32, codebook_dim=16, codebook_size=16, sync_codebook=False),
     _specimen("denoising_diffusion_pytorch", "Unet",
               lambda: (torch.randn(2, 3, 16, 16), torch.randint(100, (2,))), dim=16,
               dim_mults=(1, 2)),

@@ -6,6 +6,7 @@ A captured program keeps the values it saw and repeats no assignment, so the use
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from graphshard.capture.places import MISSING, Contents, Place, contents, refill
 from graphshard.capture.structure import Same, holds_tensors
 from graphshard.errors import CaptureError
 from graphshard.torch_private import trace as torch_trace
+from graphshard.torch_private.patches import patched
 from graphshard.torch_private.trace import is_real
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -270,7 +272,7 @@ class PastTheTrace(TorchFunctionMode):
                 f"assigns .data of {self.assigned}, which goes past any trace, so a captured "
                 "program would not do it; write into a buffer with copy_, or return the new value"
             )
-        if func == _GRAD and id(args[0]) in self._names:
+        if func == _GRAD and self._may_have_gradient(args[0]):
             self._refuse(
                 f"reads .grad of {self._name(args[0])}, which a trace does not know, and which is "
                 "a shard between steps; pass what depends on it as an argument"
@@ -291,6 +293,11 @@ class PastTheTrace(TorchFunctionMode):
             self._error = self._error or error
             raise
 
+    def _may_have_gradient(self, tensor: Tensor) -> bool:
+        # A buffer has none, and a frozen parameter may have kept an old one.
+        is_model_tensor = id(tensor) in self._names
+        return is_model_tensor and (tensor.requires_grad or isinstance(tensor, nn.Parameter))
+
     def _name(self, tensor: Tensor) -> str:
         return self._names.get(id(tensor), "a tensor")
 
@@ -302,6 +309,26 @@ class PastTheTrace(TorchFunctionMode):
         """Raise the refusal again, if the model caught it."""
         if self._error is not None:
             raise self._error
+
+
+@contextlib.contextmanager
+def no_conversions_to_the_same() -> Iterator[None]:
+    """Inside, `module.to(...)` that changes no tensor does nothing.
+
+    nn.Module's own reads `.grad` and assigns `.data` of each parameter in any case. Routers of
+    mixtures of experts convert themselves in each call.
+    """
+    convert = nn.Module._apply
+
+    def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        with torch.no_grad():
+            if all(fn(tensor) is tensor for tensor in tensors):
+                return module
+        return convert(module, fn, *args)
+
+    with patched(nn.Module, "_apply", _apply):
+        yield
 
 
 _aten = torch.ops.aten

@@ -37,6 +37,7 @@ from graphshard.capture.side_effects import (
     PLANNED,
     ModuleTables,
     PastTheTrace,
+    no_conversions_to_the_same,
     restore_module_state,
 )
 from graphshard.capture.structure import CALL, Structure, take_apart
@@ -206,6 +207,7 @@ class TracedModel(nn.Module):
             before = [tensor.requires_grad for tensor in tensors]
             with (
                 past,
+                no_conversions_to_the_same(),
                 reads.noting(),
                 ended_by_errors(),
                 self._refuse_changes(model, past),

@@ -487,6 +487,21 @@ def test_reading_grad_is_refused() -> None:
         sharded(X)
 
 
+def test_a_conversion_that_changes_nothing_and_grad_of_a_buffer_are_as_in_eager() -> None:
+    def change(self: Any, x: Tensor) -> Tensor:
+        self.fc = self.fc.to(x.dtype)
+        return x * self.scale if self.scale.grad is None else x
+
+    kind = with_change(change, lambda self: self.register_buffer("scale", torch.tensor(3.0)))
+    assert_same(*pair(kind))
+
+
+def test_a_conversion_that_changes_parameters_is_refused() -> None:
+    _, sharded = pair(with_change(lambda self, x: x + 0 * self.fc.to(torch.float64).bias.float()))
+    with pytest.raises(CaptureError, match=r"'fc\.(weight|bias)'"):
+        sharded(X)
+
+
 def _catches_float(self: Any, x: Tensor) -> Tensor:
     try:
         factor = float(x.detach().sum())
