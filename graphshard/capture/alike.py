@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from types import MemberDescriptorType
 from typing import Any
@@ -15,6 +15,7 @@ from graphshard.capture.guards import CONTAINERS, frozen
 from graphshard.capture.reads import OF_ANY_MODULE
 from graphshard.capture.structure import Same
 from graphshard.policy.precision import Precisions
+from graphshard.torch_private.compat import SYMBOLIC, size_expression
 
 FEWEST = 4
 """The calls of a kind from which on some are left out: two are traced in any case."""
@@ -28,19 +29,23 @@ _WEIGHTS = ("_parameters", "_buffers")
 
 @dataclass(frozen=True)
 class Form:
-    """A tensor but for its values."""
+    """A tensor but for its values; `sizes` are its shape and strides in a form to compare."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
+    sizes: tuple[Hashable, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    shape: tuple[Any, ...] = field(compare=False)
+    stride: tuple[Any, ...] = field(compare=False)
 
     @staticmethod
     def of(tensor: Tensor) -> Form:
         """That of `tensor`."""
+        shape: tuple[Any, ...] = tuple(tensor.shape)
+        stride: tuple[Any, ...] = tensor.stride()
+        sizes = (size_expression(s) if isinstance(s, SYMBOLIC) else s for s in (*shape, *stride))
         device, grad = tensor.device, tensor.requires_grad
-        return Form(tensor.shape, tensor.stride(), tensor.dtype, device, grad)
+        return Form(tuple(sizes), tensor.dtype, device, grad, shape, stride)
 
     def empty(self) -> Tensor:
         """A tensor of this form, that requires no gradient."""

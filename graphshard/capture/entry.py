@@ -269,7 +269,7 @@ def _trace_and_rebuild(
         fake(t, *s).requires_grad_(t.requires_grad) for t, s in zip(tensors, shapes, strict=True)
     ]
     plain = contextlib.nullcontext if way.functional else mode.no_writes.watching
-    repetition = way.repetition if sizes is None else Repetition(wanted=False)
+    repetition = way.repetition if values is Values.UNKNOWN else Repetition(wanted=False)
     traced = TracedModel(
         model, fake, inputs, entry, precisions, plain, way.replaces_buffers, repetition
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,7 +29,7 @@ from graphshard.program.program import (
     Results,
 )
 from graphshard.program.size_nodes import SizeNodes
-from graphshard.program.sizes import Sizes, hint
+from graphshard.program.sizes import Sizes, hint, is_size
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.compat import SYMBOLIC, same_sizes
 from graphshard.torch_private.unbacked import depends_on_values, drop_unread_items
@@ -72,6 +74,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.copies = Copies(joint, traced.repetition)
+        self.read_for_sizes: list[fx.Node] = []
         self.fqn = ""  # of the module that the node before belongs to
         self.desc = torch_trace.descriptors()
         self.ends = {
@@ -96,7 +99,7 @@ class _Builder:
         results, mutations, outputs = self._results(tangents)
         keep_lstm_workspaces(self.graph)
         output = self.graph.output(results.as_args()[0])
-        self.copies.erase_unused()
+        self.copies.erase_unused(self.read_for_sizes)
         grad = any(entry.tangent is not None for entry in outputs)
         output.meta = {"phase": BACKWARD if grad else FORWARD, FQN: ""}
         return Program(
@@ -234,10 +237,11 @@ class _Builder:
     # -- nodes ------------------------------------------------------------------------------
 
     def _copy_nodes(self, size_nodes: SizeNodes | None = None) -> None:
+        add = self._copy_node if size_nodes is None else partial(self._copy_sized, size_nodes)
         for old in self.joint.graph.nodes:
             if old.op != "call_function":
                 continue
-            stands_for = self.copies.of(old, self.new, self._copy_node)
+            stands_for = self.copies.of(old, self.new, add)
             if stands_for is not None:
                 self.new[old] = stands_for
             elif old.target is IDENTITY:
@@ -249,9 +253,23 @@ class _Builder:
                 size = size_nodes.before(old, self.new, fqn, _phase(old))
                 copied = self._copy_node(old, self.new, notes_of(old)) if size is None else size
                 self.new[old] = copied
+                if size is not None:
+                    self.read_for_sizes += (self.new[each] for each in old.all_input_nodes)
                 size_nodes.after(copied)
         if size_nodes is not None:
             size_nodes.finish()
+
+    def _copy_sized(
+        self,
+        size_nodes: SizeNodes,
+        old: fx.Node,
+        new: Mapping[fx.Node, Any],
+        notes: Mapping[str, Any],
+    ) -> fx.Node:
+        sizes = {node: size_nodes.of(node) for node in old.all_input_nodes if is_size(node)}
+        copied = self._copy_node(old, ChainMap(sizes, new), notes)  # type: ignore[arg-type]
+        size_nodes.after(copied)
+        return copied
 
     def _copy_node(
         self, old: fx.Node, new: Mapping[fx.Node, Any], notes: Mapping[str, Any]

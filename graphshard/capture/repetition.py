@@ -80,6 +80,7 @@ class _Call:
             and not has_global_hooks()
             and self.structure.is_plain
             and bool(self.inputs)
+            and all(isinstance(each, Tensor) for each in self.inputs)  # no symbolic sizes
             and not {*self.arguments} & {*self.installed}
             and not any(
                 is_real(x) or x.is_conj() or x.is_neg() or has_hooks(x) for x in self.inputs

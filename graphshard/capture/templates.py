@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from graphshard.capture.alike import Form
 from graphshard.capture.annotation import CALLS, FQN, KEEP, LINE, REGION
 from graphshard.capture.borders import (
     BORDER,
@@ -28,12 +29,17 @@ from graphshard.capture.borders import (
     RepetitionError,
 )
 from graphshard.capture.repetition import Repetition
+from graphshard.program.sizes import is_size
+from graphshard.torch_private.compat import size_expression
 
 Notes = Mapping[str, Any]
 
 
 class _Half:
-    """What is between two borders: the nodes in order, what comes in and what goes out."""
+    """What is between two borders: the nodes in order, what comes in and what goes out.
+
+    Symbolic sizes belong to no block: each is computed once in a program, wherever it is read off.
+    """
 
     def __init__(self, enter: fx.Node, leave: fx.Node) -> None:
         self.enter, self.leave = enter, leave
@@ -41,7 +47,7 @@ class _Half:
         self.nodes: list[fx.Node] = []
         node = enter.next
         while node is not leave:
-            if node not in enter.users:
+            if node not in enter.users and not is_size(node):
                 self.nodes.append(node)
             node = node.next
 
@@ -75,12 +81,12 @@ class Template:
             for node in half.nodes:
                 known.add(node)
                 inside = notes_of(node).get(CALLS, calls)[: len(calls)] == calls
-                if not inside or not known.issuperset(node.all_input_nodes):
+                if not inside or not known.issuperset(_tensors(node.all_input_nodes)):
                     raise RepetitionError(f"{node} in a block reads a value from outside")
-            if not known.issuperset(half.leave.all_input_nodes):
+            if not known.issuperset(_tensors(half.leave.all_input_nodes)):
                 raise RepetitionError("a block returns a value from outside")
         ends = {half.leave for half in self.halves}
-        if any(not (known | ends).issuperset(node.users) for node in known):
+        if any(not (known | ends).issuperset(_tensors(node.users)) for node in known):
             raise RepetitionError("a value of a block is read outside")
 
     def require_same(self, other: Template, rename: Callable[[str], str]) -> None:
@@ -94,24 +100,41 @@ class Template:
             image |= {node: theirs.inputs[place] for place, node in mine.inputs.items()}
             pairs = [*zip(mine.nodes, theirs.nodes, strict=True), (mine.leave, theirs.leave)]
             for node, its in pairs:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), image.__getitem__)
+                args, kwargs = _map_args(node, image.__getitem__)
                 if node is mine.leave:
                     same = args[0] == its.args[0]
                 elif node.op == its.op == "get_attr":
                     constants = (getattr(self._joint, str(each.target)) for each in (node, its))
                     same = torch.equal(*constants)
                 else:
-                    same = (node.target, args, kwargs) == (its.target, its.args, its.kwargs)
+                    same = (node.target, (args, kwargs)) == (
+                        its.target,
+                        _map_args(its, lambda n: n),
+                    )
                 if not (same and _alike(node, its, rename)):
                     raise RepetitionError(f"two blocks differ at {node}")
                 image[node] = its
+
+
+def _tensors(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    return (node for node in nodes if not is_size(node))
+
+
+def _map_args(node: fx.Node, image: Callable[[fx.Node], Any]) -> Any:
+    """The arguments of `node`: sizes as expressions, others as their images."""
+
+    def mapped(each: fx.Node) -> Any:
+        return size_expression(each.meta["val"]) if is_size(each) else image(each)
+
+    return fx.map_arg((node.args, node.kwargs), mapped)
 
 
 def _alike(node: fx.Node, other: fx.Node, rename: Callable[[str], str]) -> bool:
     mine, theirs = node.meta.get("val"), other.meta.get("val")
     if isinstance(mine, Tensor) and not (
         isinstance(theirs, Tensor)
-        and (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        and mine.dtype == theirs.dtype
+        and Form.of(mine).sizes == Form.of(theirs).sizes
     ):
         return False
     a, b = notes_of(node), notes_of(other)
@@ -178,9 +201,12 @@ class Copies:
         values = new.get(arguments[0]) if node.target is getitem else None
         return values[arguments[1]] if isinstance(values, list) else None
 
-    def erase_unused(self) -> None:
-        """Erase nodes whose values nobody uses, as a trace without borders does."""
-        reached = self._results[::-1]
+    def erase_unused(self, also: Iterable[fx.Node]) -> None:
+        """Erase nodes whose values nobody uses, as a trace without borders does.
+
+        `also` are nodes of which others than the copies may have lost their last use.
+        """
+        reached = [*also, *self._results[::-1]]
         erased: set[fx.Node] = set()
         for node in reached:
             if not node.users and not node.is_impure() and node not in erased:
@@ -260,7 +286,7 @@ def _require_one_use(call: fx.Node, kind: Kind) -> None:
     """
     inputs: Any = call.args[0]
     for value, form in zip(inputs, kind.gradients, strict=kind.gradients != ()):
-        uses = [user for user in value.users if not is_backward(user)]
+        uses = [user for user in _tensors(value.users) if not is_backward(user)]
         if form is not None and len(uses) > 1:
             raise RepetitionError(f"{value} is used inside and outside of a block")
 

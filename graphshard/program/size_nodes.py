@@ -76,6 +76,10 @@ class SizeNodes:
                 )
         return None
 
+    def of(self, old: fx.Node) -> fx.Node:
+        """The new node for the size `old`, which was met before."""
+        return self.by_size[_key(old.meta["val"])]
+
     def after(self, node: fx.Node) -> None:
         """Record the node that was just copied."""
         if is_size(node):

@@ -18,6 +18,8 @@ from graphshard.capture.entry import capture
 from graphshard.policy import MixedPrecision
 from graphshard.policy.precision import Precisions
 
+EVERY = {**REPEATED, **WHOLE, **HIDING}
+
 
 def _form(val: Any) -> Any:
     return (val.shape, val.stride(), val.dtype) if isinstance(val, Tensor) else str(val)
@@ -84,16 +86,31 @@ def _assert_same(captured: Capture, whole: Capture) -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "forward"])
-@pytest.mark.parametrize("name", [*REPEATED, *WHOLE, *HIDING])
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.filterwarnings("ignore")
 def test_the_program_is_that_of_a_whole_trace(
     name: str, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model = {**REPEATED, **WHOLE, **HIDING}[name]()
+    model = EVERY[name]()
     captured, whole, repeats = _both(monkeypatch, model, torch.randn(4, WIDTH), grad=grad)
     _assert_same(captured, whole)
     if grad and name not in HIDING:
+        assert repeats == (name in REPEATED)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in EVERY],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_with_symbolic_sizes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = EVERY[name]()
+    x = torch.randn(4, WIDTH)
+    captured, whole, repeats = _both(monkeypatch, model, x, names=({0: "batch"},))
+    _assert_same(captured, whole)
+    if name not in HIDING:
         assert repeats == (name in REPEATED)
 
 
@@ -140,9 +157,10 @@ def test_the_program_of_a_model_of_transformers(
         model = getattr(transformers, family + head)(config)
         ids = torch.zeros(2, 8, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids}
-    captured, whole, repeats = _both(monkeypatch, model, kwargs=call)
-    _assert_same(captured, whole)
-    assert repeats
+    for names in (None, [{0: "batch", 1: "length"}] * 2):
+        captured, whole, repeats = _both(monkeypatch, model, kwargs=call, names=names)
+        _assert_same(captured, whole)
+        assert repeats
 
 
 def test_a_fast_path_of_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
