@@ -1,26 +1,32 @@
-"""One real rank of eight, of a GPT 4096 wide: graphshard and FSDP2 side by side.
+"""graphshard beside other systems: on the GPUs there are, and as one real rank of eight.
 
-Neither side moves anything: collectives are launched as ever, on their streams and behind their
-copies, but only note the bytes that they would move. What is gathered is whatever was in memory, so
-memory, compute and the host's work are one rank's, and losses mean nothing. Each system runs in a
-process of its own. Like is compared with like: eager with eager, compiled with compiled.
+The first are steps that take turns, as `rivals.py` has them, with losses beside a single process's.
+
+Of eight ranks of a GPT 4096 wide one is there, and nothing moves on either side: collectives are
+launched as ever, on their streams and behind their copies, but only note the bytes that they would
+move. What is gathered is whatever was in memory, so memory, compute and the host's work are one
+rank's, and losses mean nothing. Each system runs in a process of its own. Like is compared with
+like: eager with eager, compiled with compiled.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from examples.benchmarks import benchmark_models
 from examples.benchmarks.benchmark_models import gpt_tokens
 from examples.benchmarks.gpu_checks import BF16, step_of
 from examples.benchmarks.gpu_table import Place, Row
-from examples.benchmarks.harness import fake_ranks
+from examples.benchmarks.harness import fake_ranks, on_ranks
 from examples.benchmarks.rival_systems import (
     FSDP2,
     FSDP2_BLOCKS,
@@ -30,8 +36,44 @@ from examples.benchmarks.rival_systems import (
     SYSTEMS,
     Setting,
 )
+from examples.benchmarks.rivals import Case, Result, mib, ratios
 from examples.benchmarks.stand_in import nothing_moves
 from examples.gpt import GPT, GPTConfig
+
+# -- on the GPUs there are -------------------------------------------------------------------------
+
+BESIDE = (OURS, FSDP2, OURS_OVERLAP, "DDP")
+
+
+def side_by_side(place: Place) -> Iterator[Row]:
+    """Losses, time and memory of systems that take turns, on a rank for each GPU."""
+    count = torch.cuda.device_count() if place.cuda else 2
+    yield Row("systems", "ranks", str(count))
+    results = on_ranks(_in_turn, count, place, kind=place.device.type)
+    for one in results:
+        if one.why_not:
+            yield Row("systems", one.system, one.why_not, "no error", False)
+            continue
+        said = (
+            f"{median(one.times) * 1e3:.2f} ms, peak {mib(one.peak):.1f} MiB, "
+            f"losses within {one.gap:.1e} of one process's"
+        )
+        yield Row("systems", one.system, said, "0.001", one.gap <= 1e-3)
+    for line in ratios(results):
+        yield Row("systems", "  ratios", line)
+
+
+def _in_turn(rank: int, place: Place) -> list[Result]:
+    device = torch.device("cuda", rank) if place.cuda else place.device
+    model, scale, pairs = benchmark_models.RIVALS[0], 16, 20
+    if place.small:
+        model, scale, pairs = benchmark_models.TINY, 1, 2
+    args = Namespace(scale=scale, warmup=2, pairs=pairs, host=False, hardware=None)
+    case = Case(model, "fp32", args, device, str(place.folder))
+    return case.run([system for system in SYSTEMS if system.name in BESIDE])
+
+
+# -- one rank of eight -----------------------------------------------------------------------------
 
 WORLD = 8
 TINY = GPTConfig(vocab=96, layers=2, heads=4, width=32, tied=False)

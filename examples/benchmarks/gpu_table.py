@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,11 +42,6 @@ class Place:
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def timed(self) -> bool:
-        """Whether it is a GPU, whose times and kernels mean something."""
-        return self.cuda and is_gpu()
 
     def synchronize(self) -> None:
         if self.cuda:
@@ -99,7 +93,8 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    line = " ".join(text.split())  # an error's text may have several
+    return line.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
 
 # -- a section in a process of its own -------------------------------------------------------------
@@ -163,13 +158,9 @@ def read_rows(out: Path) -> list[Row]:
     return rows
 
 
-# -- results that are kept: a JSON file, and the README's table ------------------------------------
+# -- the README's table ----------------------------------------------------------------------------
 
 BEGIN, END = "<!-- results of gpu.py -->", "<!-- end of the results of gpu.py -->"
-NOT_RUN = "Not run on a GPU: no line of this table has been measured yet."
-
-Results = dict[str, Any]
-"""The machine in words, and by section its date and rows."""
 
 
 def machine(device: str) -> str:
@@ -186,42 +177,7 @@ def machine(device: str) -> str:
     return ", ".join(f"{name} {version}" for name, version in said.items())
 
 
-def results_in(file: Path | None, of: str) -> Results:
-    """What `file` has of the same machine; else nothing."""
-    if file is not None and file.is_file():
-        kept: Results = json.loads(file.read_text())
-        if kept["machine"] == of:
-            return kept
-    return {"machine": of, "sections": {}}
-
-
-def write(file: Path, results: Results, section: str, rows: Sequence[Row]) -> None:
-    """Put the rows of a section in the place of earlier ones, in a file that is always whole."""
-    plain = [asdict(row) for row in rows]
-    results["sections"][section] = {"date": time.strftime("%Y-%m-%d"), "rows": plain}
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    part.replace(file)
-
-
-def rows_of(results: Results) -> list[Row]:
-    return [Row(**row) for section in results["sections"].values() for row in section["rows"]]
-
-
-def included(readme: str, file: Path) -> str:
-    """The text of a README with the table of `file`, or with the sentence that there is none."""
-    text = f"{NOT_RUN}\n"
-    if file.exists():
-        results = json.loads(file.read_text())
-        if "CUDA" not in results["machine"]:
-            raise ValueError(f"{file} was not measured on a GPU")
-        judged = [row.ok for row in rows_of(results) if row.ok is not None]
-        dates = ", ".join(f"{name} {of['date']}" for name, of in results["sections"].items())
-        text = (
-            f"{results['machine']}. {judged.count(False)} of {len(judged)} checks failed. "
-            f"Sections: {dates}.\n\n{table(rows_of(results))}\n"
-        )
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README must have {BEGIN} and {END} once each")
+def included(readme: str, results: str) -> str:
+    """The text of a README with these results in their place."""
     before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{results}\n{END}{rest.split(END)[1]}"

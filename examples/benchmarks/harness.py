@@ -47,23 +47,29 @@ def started_by_torchrun(kind: str = "cpu", threads: int = 1) -> Iterator[torch.d
     dist.destroy_process_group()
 
 
-def on_ranks(work: Callable[..., Any], count: int, *args: Any) -> Any:
-    """Run `work(rank, *args)` on Gloo ranks in processes of their own; what rank 0 returns."""
+def on_ranks(work: Callable[..., Any], count: int, *args: Any, kind: str = "cpu") -> Any:
+    """Run `work(rank, *args)` on ranks in processes of their own; what rank 0 returns.
+
+    They meet over Gloo, or with the kind "cuda" over NCCL, on a GPU each.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (count, port, folder, work, args), nprocs=count)
+        torch.multiprocessing.spawn(_rank, (count, port, folder, kind, work, args), nprocs=count)
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
 def _rank(
-    rank: int, count: int, port: int, folder: str, work: Callable[..., Any], args: Any
+    rank: int, count: int, port: int, folder: str, kind: str, work: Callable[..., Any], args: Any
 ) -> None:
     torch.set_num_threads(1)
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=count)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=count)
     result = work(rank, *args)
     if rank == 0:
         Path(folder, "result").write_bytes(pickle.dumps(result))

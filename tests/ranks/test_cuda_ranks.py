@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 import graphshard
 from examples.gpt import GPT, Block, GPTConfig
+from graphshard.runtime.calls import Fingerprint
+from graphshard.torch_private.dtensors import full_tensor
 
 pytestmark = pytest.mark.cuda
 
@@ -33,6 +36,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "offload": {"offload": ("params", "activations")},
     "overlap, offload": {"schedule": "overlap", "offload": ("params", "activations")},
     "recompute": {"recompute": "units"},
+    "CUDA graphs": {"cuda_graph": True},
 }
 MICRO = {"FULL_SHARD": 2, "overlap": 2}
 """Batches of a step under no_sync, but for the last."""
@@ -84,6 +88,8 @@ def by_ranks(rank: int, micro: int, fields: dict[str, Any]) -> tuple[list[float]
             losses.append(loss.item())
         optim.step()
         optim.zero_grad()
+    graphs = str(sharded.program.cuda_graphs)
+    assert graphs.startswith("one for") is fields.get("cuda_graph", False), graphs
     return losses, {name: value.cpu() for name, value in sharded.full_state_dict().items()}
 
 
@@ -133,6 +139,75 @@ def scaled(rank: int, world_size: int, fused: bool) -> None:
 @pytest.mark.parametrize(("world_size", "fused"), [(1, False), (2, False), (2, True)])
 def test_a_scaler_of_offloaded_gradients(world_size: int, fused: bool) -> None:
     run_ranks(scaled, world_size, world_size, fused, device="cuda", timeout=200.0)
+
+
+def goes_on(rank: int, folder: Path) -> None:
+    """Training that goes on from a checkpoint has the bits of training that never stopped."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def clipped_step(sharded: Any, optim: torch.optim.Optimizer, step: int) -> float:
+        sharded(*(ids.to(device) for ids in batch(step, rank, 0))).backward()
+        grads = [full_tensor(p.grad).norm() for p in sharded.parameters()]
+        norm = sharded.clip_grad_norm_(0.1)
+        torch.testing.assert_close(norm, torch.stack(grads).norm())
+        optim.step()
+        optim.zero_grad()
+        return float(norm)
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}))
+        return sharded, torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+
+    one, optim = made()
+    clipped_step(one, optim, 0)
+    one.save_checkpoint(folder, optim)
+    expected = [clipped_step(one, optim, step) for step in (1, 2)]
+    other, optim = made()
+    other.load_checkpoint(folder, optim)
+    assert [clipped_step(other, optim, step) for step in (1, 2)] == expected
+    for mine, there in zip(other.parameters(), one.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), there.to_local())
+
+
+def test_a_checkpoint_of_clipped_steps(tmp_path: Path) -> None:
+    run_ranks(goes_on, 2, tmp_path / "saved", device="cuda", timeout=200.0)
+
+
+def parts(rank: int) -> None:
+    """No program runs behind the first, only the comparison of what ranks begin."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    sharded = graphshard.compile(model(), graphshard.BlockPolicy({Block}))
+    sharded(*(ids.to(device) for ids in batch(0, rank, 0))).backward()
+    agreement = sharded._graphshard.bindings.agreement
+    programs = [Fingerprint((f"forward of program {number}",)) for number in (0, 1)]
+    for program in (*programs, *programs):
+        agreement.require(program)
+    agreement.require(programs[rank])
+    torch.cuda.synchronize()  # the device knows by now
+    with pytest.raises(graphshard.FingerprintError, match="different collectives"):
+        agreement.require(programs[0])
+
+
+def test_ranks_that_part_are_told() -> None:
+    run_ranks(parts, 2, device="cuda", timeout=200.0)
+
+
+def waits_for_nothing(rank: int) -> None:
+    """From the third step on, a forward or a backward in which the host waits is an error."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    policy = graphshard.BlockPolicy({Block}, offload="activations")
+    sharded = graphshard.compile(model(), policy)
+    ids = [ids.to(device) for ids in batch(0, rank, 0)]
+    for _ in range(2):
+        sharded(*ids).backward()
+        sharded.zero_grad()
+    torch.cuda.set_sync_debug_mode("error")
+    sharded(*ids).backward()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_does_not_wait() -> None:
+    run_ranks(waits_for_nothing, 2, device="cuda", timeout=200.0)
 
 
 def compare(rank: int, names: list[str]) -> dict[str, float]:

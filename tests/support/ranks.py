@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from examples.benchmarks.gpu_ranks import join
-from examples.benchmarks.gpu_table import is_gpu
+from examples.benchmarks.gpu_table import is_gpu, patience
 from graphshard.torch_private.dtensors import full_tensor
 
 Check = Callable[[int], None]
@@ -48,6 +47,15 @@ _START.set_forkserver_preload(
         "pytest",
     ]
 )
+
+ON_ONE_GPU = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "4",  # each communicator of each rank has buffers for every channel
+}
+"""What NCCL needs for several ranks on one GPU."""
 
 _SAID = 8000
 """Characters of a dead rank's stderr that are told."""
@@ -184,8 +192,7 @@ def _rank_main(
         _gather_without_torch()
     try:
         if device == "cuda":
-            crowded = torch.cuda.device_count() < world_size
-            join(rank, world_size, str(folder), device, crowded)
+            _join_over_nccl(rank, world_size, folder, group_timeout)
         else:
             dist.init_process_group(
                 "gloo",
@@ -203,6 +210,25 @@ def _rank_main(
     if outcome[0]:
         _leave_together(folder, world_size)
     os._exit(0)
+
+
+def _join_over_nccl(rank: int, world_size: int, folder: Path, group_timeout: float) -> None:
+    """Make this process a rank on a GPU, which several ranks share, each as if on its own host."""
+    own = rank
+    os.environ["NCCL_DEBUG"] = "WARN"
+    if torch.cuda.device_count() < world_size:
+        os.environ.update(ON_ONE_GPU, NCCL_HOSTID=f"graphshard{rank}")
+        own = rank % torch.cuda.device_count()
+    torch.cuda.set_device(own)
+    torch.empty(1, device="cuda")  # meshes choose a device where none is in use yet
+    os.environ["LOCAL_RANK"] = str(own)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(f"{folder}/store", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=group_timeout * patience("cuda")),
+    )
 
 
 def _gather_without_torch() -> None:
