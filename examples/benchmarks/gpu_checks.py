@@ -15,7 +15,7 @@ import graphshard
 from examples.benchmarks.gpu_table import Place, Row
 from examples.benchmarks.harness import fake_ranks
 from examples.benchmarks.live_bytes import LiveBytes
-from examples.benchmarks.stand_in import modelled, stand_in
+from examples.benchmarks.stand_in import modelled, nothing_moves
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard.hardware.hardware import Hardware
 
@@ -109,7 +109,7 @@ def predict(place: Place) -> Iterator[Row]:
         ):
             sharded = sharded_gpt(place, **fields)
             if world > 1:
-                stand_in(sharded)
+                nothing_moves(sharded, place.device)
             if place.cuda:
                 torch.cuda.empty_cache()
             peak, between, seconds = step_of(sharded, place)
@@ -205,7 +205,7 @@ def overlap(place: Place) -> Iterator[Row]:
         took = {}
         for with_time in (False, True):
             sharded = sharded_gpt(place, mixed_precision=BF16, **fields)
-            communicator = stand_in(sharded, seconds_of if with_time else None)
+            communicator = nothing_moves(sharded, place.device, seconds_of if with_time else None)
             took[with_time] = step_of(sharded, place)[2]
         total = sum(seconds_of(op, size) for op, size in communicator.calls) / 9  # steps
         estimate = graphshard.simulate(sharded, hardware=where, optimizer="adamw")

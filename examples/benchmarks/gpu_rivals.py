@@ -127,7 +127,7 @@ def measure(system: str, config: GPTConfig, length: int, place: Place) -> Measur
     model = model_of(system, config, place.device)
     drawn = gpt_tokens(1, length, config.vocab)(1, torch.Generator().manual_seed(0))
     batch = tuple(ids.to(place.device) for ids in drawn.values())
-    communicator = nothing_moves(model)
+    communicator = nothing_moves(model, place.device)
     begin = time.perf_counter()
     model(*batch).backward()
     model.zero_grad()
