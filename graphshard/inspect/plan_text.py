@@ -406,7 +406,10 @@ def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     program = plan.program
     if program is None:
         return
-    for is_of_kind, verb in ((ops.is_gather, "gathered"), (ops.is_scatter, "reduced")):
+    for is_of_kind, verb, name in (
+        (ops.is_gather, "gathered", "all_gather"),
+        (ops.is_scatter, "reduced", "reduce_scatter"),
+    ):
         collectives = [node for node in program.nodes() if is_of_kind(node)]
         for unit in plan.units:
             parts = _parts(collectives, unit.fqn)
@@ -420,7 +423,8 @@ def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
             times = {1: "once", 2: "twice"}.get(len(together), f"{len(together)} times")
             yield (
                 "together",
-                f"{times} neighbours are {verb} together, at most {most} units and {size} at once",
+                f"adjacent units share one {name}, {times} in a step, with at most {most} units "
+                f"and {size} in it",
             )
     unsharded = _kept_unsharded(program, plan)
     if unsharded:

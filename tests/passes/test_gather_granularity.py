@@ -351,6 +351,6 @@ def test_the_plan_says_what_moves_apart_together_or_stays() -> None:
     program, plan = finer(toys.blocks, MergeGathers(900 // 4))
     together = [text for name, text in moved_notes(replace(plan, program=program))]
     assert together == [
-        "twice neighbours are gathered together, at most 2 units and 896 B at once",
-        "twice neighbours are reduced together, at most 2 units and 864 B at once",
+        f"adjacent units share one {op}, twice in a step, with at most 2 units and {size} in it"
+        for op, size in (("all_gather", "896 B"), ("reduce_scatter", "864 B"))
     ]
