@@ -293,13 +293,33 @@ def difference(reports: Sequence[Report]) -> str:
                 "differ: a device's memory, or a collective, gave wrong values"
             )
         call = first.call.text if first.call.text.startswith("calls ") else ""
-        return first_difference(call, other, first.call.lines, reports[other].call.lines)
-    ranks = {text: [r for r, other in enumerate(texts) if other == text] for text in texts}
-    return begin + ", ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} {text}"
-        for text, who in ranks.items()
-    ) + (
+        text = first_difference(call, other, first.call.lines, reports[other].call.lines)
+        ways = [_way_of(report.call.lines) for report in reports]
+        if call or len(set(ways)) == 1:
+            return text
+        return (
+            f"{text}\n{_by_rank(ways)}: every rank must call forward, also where one rank alone "
+            "evaluates, logs or saves what it returns"
+        )
+    return begin + _by_rank(texts) + (
         "; every rank must make the same calls of a sharded module, and of backward, in the same "
         "order and with equal arguments, and step its optimizer, clear gradients and write "
         "parameters alike"
     )  # fmt: skip
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """What each rank does, ranks that do the same together."""
+    ranks = {text: [r for r, other in enumerate(texts) if other == text] for text in texts}
+    return ", ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))} {text}"
+        for text, who in ranks.items()
+    )
+
+
+def _way_of(lines: Sequence[str]) -> str:
+    """How a rank calls the model, by the collectives of its call."""
+    backward = [line.startswith("backward") for line in lines]
+    if all(backward):
+        return "calls backward"
+    return f"calls forward {'with' if any(backward) else 'without'} gradients"

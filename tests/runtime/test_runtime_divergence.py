@@ -113,6 +113,10 @@ def no_gradients_on_one_rank(rank: int) -> None:
     message = refused(call, sharded)
     assert "rank 0: backward all_gather of heads.0" in message
     assert "rank 1: nothing more" in message
+    assert (
+        "rank 0 calls forward with gradients, rank 1 calls forward without gradients: every rank "
+        "must call forward, also where one rank alone evaluates"
+    ) in message
 
 
 def modules_in_another_order(rank: int) -> None:
@@ -121,6 +125,7 @@ def modules_in_another_order(rank: int) -> None:
     assert "the ranks call different modules" in message
     message = refused(lambda: modules[0](X, rank), modules[0])  # both still count alike
     assert "rank 1: forward all_gather of heads.1" in message
+    assert "must call forward" not in message  # as they do
 
 
 def a_replicated_forward_on_one_rank(rank: int) -> None:
