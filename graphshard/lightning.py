@@ -20,6 +20,7 @@ from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PlanError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.plain_data import shortened
+from graphshard.planning.planner import require_policy
 from graphshard.policy.base import Policy
 from graphshard.state.any_module import (
     full_optimizer_state,
@@ -84,10 +85,7 @@ class GraphShardStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if not isinstance(policy, Policy):
-            raise PolicyError(
-                f"GraphShardStrategy takes a policy, such as BlockPolicy({{Block}}); got {policy!r}"
-            )
+        require_policy(policy)
         self.policy = policy
         self._modules = modules
         self._sharded_checkpoint = sharded_checkpoint

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
 from graphshard.module.sharded_module import ShardedModule
+from graphshard.planning.planner import require_policy
+from graphshard.planning.searched import PolicySearch
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import Policy
 from graphshard.runtime.calls import call_text
@@ -65,8 +67,9 @@ def shard_models_of(
         The accelerator.
 
     Raises:
-        PolicyError: there is no policy, models were prepared before, a setting contradicts it, or
-            the accelerator counts other processes than the process group has ranks.
+        PolicyError: there is no policy, or something else in its place, models were prepared
+            before, a setting contradicts it, or the accelerator counts other processes than the
+            process group has ranks.
     """
     let_accelerators_prepare()
     _require_all_ranks(accelerator)
@@ -77,6 +80,8 @@ def shard_models_of(
         )
     if policy is None:
         policy = policy_of_accelerator(accelerator)
+    if not isinstance(policy, PolicySearch):
+        require_policy(policy)
     _POLICIES[accelerator] = (policy, options)
     state = accelerator.state
     if state.distributed_type == DistributedType.FSDP:  # its branches would treat models as FSDP's

@@ -105,6 +105,12 @@ def require_policy(policy: object) -> None:
             f"the policy must be an instance of a Policy; got the class {policy.__name__}; "
             f"call it: {policy.__name__}(...)"
         )
+    if isinstance(policy, str):
+        raise PolicyError(
+            f"the policy must be an instance of a Policy; got {policy!r}; what the command line "
+            "calls block is BlockPolicy(), block:A,B is BlockPolicy({'A', 'B'}), and size:N is "
+            "SizePolicy(N)"
+        )
     if not isinstance(policy, Policy):
         raise PolicyError(
             f"the policy must be an instance of a Policy; got {policy!r}; use SizePolicy, "

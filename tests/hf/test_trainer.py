@@ -144,6 +144,10 @@ def what_cannot_act_is_refused(rank: int) -> None:
     with pytest.raises(PolicyError, match=r'compile_options=\{"backend": "inductor"\}'):
         Sharded(llama(), arguments(mkdtemp(), torch_compile=True), train_dataset=texts())
     accelerator()
+    text: Any = "block"
+    with pytest.raises(PolicyError, match=r"got 'block'; what the command line calls block"):
+        Sharded(llama(), arguments(mkdtemp()), policy=text)
+    accelerator()
     model = llama()
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Sharded(model, arguments(mkdtemp()), train_dataset=texts(), optimizers=(optim, None))

@@ -248,7 +248,7 @@ test_on_two_ranks = on_ranks(CHECKS, 2)
 
 
 def test_a_policy_is_needed():
-    with pytest.raises(PolicyError, match="GraphShardStrategy takes a policy"):
+    with pytest.raises(PolicyError, match="instance of a Policy; got 'ddp'"):
         GraphShardStrategy("ddp")
 
 

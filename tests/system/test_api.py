@@ -253,7 +253,8 @@ class Applied:
         ({"passes": [Named(), Applied()]}, "a pass has a name .*Applied object.* lacks one"),
         ({"passes": ["named"]}, "a pass has a name .*'named' lacks one"),
         ({"policy": graphshard.BlockPolicy}, r"got the class BlockPolicy; call it: BlockPolicy\("),
-        ({"policy": "block"}, "instance of a Policy; got 'block'; use SizePolicy"),
+        ({"policy": None}, "instance of a Policy; got None; use SizePolicy"),
+        ({"policy": "block"}, r"got 'block'; what the command line calls block is BlockPolicy\(\)"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(entry, arguments, said) -> None:
