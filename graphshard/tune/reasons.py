@@ -101,6 +101,13 @@ def _by_search(
     ]
     same = [result for result in tried if result.candidate.schedule == candidate.schedule]
     best = search.best(same) or min(same, key=lambda result: result.peak, default=None)
+    if (
+        best is not None
+        and _chooses(best.candidate.group)
+        and group.recompute is None
+        and best.seconds <= winner.seconds * (1 + EQUAL)
+    ):
+        return ""  # no recomputation is simpler, and wins if it is as fast
     if best is not None:
         return _why(best, winner, search.budget)
     other = search.best(tried)

@@ -263,6 +263,18 @@ def test_a_better_neighbour_becomes_the_winner(simulator):
     assert not any("faster" in text for text in why.values())
 
 
+def test_no_recomputation_is_simulated_beside_a_budget_that_wins(simulator):
+    """It is simpler, so it must not lose to a budget that had nothing to choose."""
+    search = Search(simulator, 1 << 40)
+    search.find_bounds()
+    plain = next(c for c in map(Candidate, search.bounds) if c.group.recompute is None)
+    group = replace(simulator.space.with_budgets(plain.group), budget=1 << 40)
+    winner = search.result(replace(plain, group=group))
+    assert reasons(search, winner)["recompute=None"] != "makes no difference"
+    assert plain in search.results
+    assert search.best([winner, search.results[plain]]).candidate == plain
+
+
 @pytest.mark.slow
 def test_where_nothing_fits_more_ranks_are_counted(simulator, grid):
     search = Search(simulator, int(0.75 * min(peak for _, peak in grid)))
