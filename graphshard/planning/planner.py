@@ -443,9 +443,10 @@ def _no_units(plan: ShardingPlan) -> Iterator[str]:
     holders = {name.rpartition(".")[0] for name in plan.units[0].params}
     if len(plan.units) == 1 and len(holders) > 1:
         yield (
-            f"{type(plan.policy).__name__} makes no unit besides the root, so all parameters are "
-            "gathered at once and no communication overlaps compute; lower min_num_params, let fn "
-            "return True for the model's blocks, or name their class in a BlockPolicy"
+            f"{type(plan.policy).__name__} makes no unit besides the root: the whole model is one "
+            "unit, all parameters are gathered at once, and no communication overlaps compute; "
+            "lower min_num_params, let fn return True for the model's blocks, or name their class "
+            "in a BlockPolicy"
         )
 
 

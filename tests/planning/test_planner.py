@@ -228,7 +228,7 @@ def test_policy_that_made_no_unit_is_reported():
     assert "makes no unit besides the root" in warning
     assert "lower min_num_params" in warning
     (warning,) = make_plan(Example(), LambdaPolicy(lambda _: False), world_size=2).warnings
-    assert "LambdaPolicy makes no unit besides the root" in warning
+    assert "LambdaPolicy makes no unit besides the root: the whole model is one unit" in warning
     assert "let fn return True" in warning
     assert make_plan(Weight(10), SizePolicy(), world_size=2).warnings == ()
 
