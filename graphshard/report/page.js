@@ -641,6 +641,12 @@ function setInk() {                              // what a canvas draws does not
   }
 }
 
+function printInk() {                            // paper is taken before the next frame is painted
+  setInk();
+  const paint = (view) => { view.throttled_paint && view.paint(); (view.child_views || []).forEach(paint); };
+  Object.values(views).forEach((view) => view.roots.forEach(paint));
+}
+
 // -- all of it --------------------------------------------------------------------------------------
 
 try {
@@ -654,6 +660,7 @@ try {
   go(M.place[M.peak]);
   setInk();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", setInk);
+  matchMedia("print").addEventListener("change", printInk);
 } catch (error) {
   fail(error);
   return;

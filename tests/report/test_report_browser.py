@@ -447,6 +447,32 @@ def test_nothing_is_cut_off(page: Page, width: int, tmp_path: Path) -> None:
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
+COUNT_PIXELS = """
+window.pixels = (red, root = document) => [...root.querySelectorAll("*")].reduce((sum, each) => {
+  if (each.shadowRoot) sum += pixels(red, each.shadowRoot);
+  if (each.tagName !== "CANVAS" || !each.width) return sum;
+  const { width, height } = each;
+  const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(each, 0, 0);
+  const bytes = copy.getImageData(0, 0, width, height).data;
+  for (let i = 0; i < bytes.length; i += 4) sum += bytes[i] === red && bytes[i + 3] > 200;
+  return sum;
+}, 0);
+addEventListener("afterprint", () => { window.printed = [pixels(0xe3), pixels(0x1b)]; });
+"""
+
+
+def test_figures_of_a_dark_page_are_printed_in_dark_ink(page: Page, tmp_path: Path) -> None:
+    dark = {"name": "prefers-color-scheme", "value": "dark"}
+    page.call("Emulation.setEmulatedMedia", features=[dark])
+    page.run(COUNT_PIXELS)
+    page.wait_for("pixels(0xe3) > 1000 && pixels(0x1b) < 100")
+    page.pdf(tmp_path / "page.pdf")
+    light_ink, dark_ink = page.run("printed")
+    assert light_ink < 100 < 1000 < dark_ink
+    page.wait_for("pixels(0xe3) > 1000 && pixels(0x1b) < 100")
+
+
 def test_without_what_it_needs_it_shows_text(written: tuple[Any, Path], tmp_path: Path) -> None:
     broken = tmp_path / "r.html"
     broken.write_text(written[1].read_text().replace("new DecompressionStream", "new Nothing"))
