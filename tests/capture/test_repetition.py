@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,8 +86,18 @@ def _assert_same(captured: Capture, whole: Capture) -> None:
     assert captured.returns_as(whole)
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "forward"])
-@pytest.mark.parametrize("name", EVERY)
+def _cases() -> Iterator[Any]:
+    """All models as they are trained, and those that repeat in evaluation; the rest of it is slow.
+
+    Blocks that are no repetitions are found by the same rules in both.
+    """
+    for name in EVERY:
+        yield pytest.param(name, True, id=f"{name}-training")
+        marks = [] if name in REPEATED else [pytest.mark.slow]
+        yield pytest.param(name, False, id=f"{name}-forward", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "grad"), [*_cases()])
 @pytest.mark.filterwarnings("ignore")
 def test_the_program_is_that_of_a_whole_trace(
     name: str, grad: bool, monkeypatch: pytest.MonkeyPatch
@@ -172,9 +183,9 @@ def test_a_fast_path_of_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("inner", [(), ("up",)], ids=["blocks", "inner units of some"])
 def test_mixed_precision(inner: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack()
+    model = Stack(depth=8)
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    units = {f"blocks.{index}": bf16 for index in range(DEPTH)}
+    units = {f"blocks.{index}": bf16 for index in range(8)}
     units |= {f"blocks.{index}.{name}": bf16 for index in range(4) for name in inner}
     params = dict.fromkeys(
         (name for name, _ in model.named_parameters() if name.startswith("blocks")), torch.bfloat16

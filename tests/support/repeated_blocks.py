@@ -16,25 +16,26 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-DEPTH, WIDTH = 8, 8
+DEPTH, WIDTH = 6, 8
 
 
 class Block(nn.Module):
     def __init__(self, alpha: float = 1.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
         self.alpha = alpha
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.alpha * self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.alpha * F.gelu(self.up(self.norm(x)))
 
 
 class Stack(nn.Module):
-    def __init__(self, make: Callable[[int], nn.Module] = lambda index: Block()) -> None:
+    def __init__(
+        self, make: Callable[[int], nn.Module] = lambda index: Block(), depth: int = DEPTH
+    ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([make(index) for index in range(DEPTH)])
+        self.blocks = nn.ModuleList([make(index) for index in range(depth)])
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Any:
@@ -181,7 +182,7 @@ class Cross(Block):
     """Uses another input twice, as the attention of decoders does."""
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return super().forward(x) + self.up(memory).sigmoid()[..., :WIDTH] * self.norm(memory)
+        return super().forward(x) + self.up(memory).sigmoid() * self.norm(memory)
 
 
 class StackOfCross(Stack):
@@ -420,7 +421,7 @@ class Around(Stack):
             elif self.what == "eval":
                 x = block.train(index != 3)(x)
             elif self.what == "swap":
-                block.up, kept = nn.Linear(WIDTH, 2 * WIDTH, device=x.device), block.up
+                block.up, kept = nn.Linear(WIDTH, WIDTH, device=x.device), block.up
                 x = block(x) if index != 3 else x
                 block.up = kept
             elif self.what == "forward":
@@ -534,7 +535,7 @@ REPEATED: dict[str, Callable[[], nn.Module]] = {
     "plain": Stack,
     "sequential": lambda: nn.Sequential(*(Block() for _ in range(DEPTH))),
     "a number that is not read": lambda: Stack(lambda index: ByIndex(index)),
-    "two kinds in turn": lambda: Stack(lambda index: ByIndex(index, read=index % 2)),
+    "two kinds in turn": lambda: Stack(lambda index: ByIndex(index, read=index % 2), depth=8),
     "structures": lambda: StackOfReturning(lambda index: Returning()),
     "dropout": lambda: Stack(lambda index: Dropping()),
     "constants": lambda: Stack(lambda index: WithConstant()),
@@ -543,14 +544,14 @@ REPEATED: dict[str, Callable[[], nn.Module]] = {
     "checkpoints outside": CheckpointedOutside,
     "hooks of the blocks": lambda: Stack(_with_outer_hook),
     "a block without gradients": WithoutGrad,
-    "autocast in turn": Autocast,
+    "autocast in turn": lambda: Autocast(depth=8),
     "writes of its own": lambda: Stack(lambda index: Writing("own")),
     "a global that changes": lambda: Leading("global"),
     "a hook inside of one": lambda: Stack(_with_hook),
     "one in eval mode": lambda: Stack(lambda index: Dropping().train(index != 2)),
     "a replaced forward": _replaced_forward,
     "a replaced forward inside": _replaced_inside,
-    "frozen blocks": lambda: Stack(lambda index: Block().requires_grad_(index >= 4)),
+    "frozen blocks": lambda: Stack(lambda index: Block().requires_grad_(index >= 4), depth=8),
 }
 """Models with at least 4 blocks of a kind, some of which are left out of the trace."""
 
