@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,20 @@ from graphshard.state import checkpoints, dcp_write, manifest
 LINEAR = graphshard.BlockPolicy({nn.Linear})
 
 
-def sharded_of(value: float) -> tuple[ShardedModule, torch.optim.Optimizer]:
-    """A model and its AdamW, whose parameters and moments are all `value`."""
+@cache
+def stepped() -> tuple[ShardedModule, torch.optim.Optimizer]:
+    """A model and its AdamW after a step: the same ones for all tests of a process."""
     module = graphshard.compile(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), LINEAR)
     optim = torch.optim.AdamW(module.parameters(), lr=0.1)
     module(torch.ones(2, 3)).sum().backward()
     optim.step()
-    fill(module, optim, value)
     return module, optim
+
+
+def sharded_of(value: float) -> tuple[ShardedModule, torch.optim.Optimizer]:
+    """That model and optimizer, whose parameters and moments are all `value` now."""
+    fill(*stepped(), value)
+    return stepped()
 
 
 def tensors_of(module: nn.Module, optim: torch.optim.Optimizer) -> list[Tensor]:
@@ -254,6 +261,7 @@ def test_metadata_that_runs_code_is_refused_unless_trusted(tmp_path: Path) -> No
 
 def test_an_entry_that_runs_code_is_refused_unless_trusted(tmp_path: Path) -> None:
     sharded, _ = sharded_of(1.0)
+    whole = {name: value.clone() for name, value in sharded.full_state_dict().items()}
     state = {"state": {}, "param_groups": [{"params": ["0.weight"], "x": Stranger(tmp_path / "y")}]}
     state = {"model": sharded.state_dict(), "optim": state}
     checkpoint.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -261,7 +269,7 @@ def test_an_entry_that_runs_code_is_refused_unless_trusted(tmp_path: Path) -> No
     assert not (tmp_path / "y").exists()
     module, _ = sharded_of(9.0)
     module.load_checkpoint(tmp_path / "c", trust=True)
-    assert_same(module.full_state_dict(), sharded.full_state_dict())
+    assert_same(module.full_state_dict(), whole)
 
 
 def test_a_file_outside_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
