@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,14 @@ def files() -> dict[str, Path]:
     return named
 
 
-def imports(module: str, path: Path, modules: frozenset[str]) -> Iterator[Import]:
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax of every file."""
+    return {module: ast.parse(path.read_text()) for module, path in files().items()}
+
+
+def imports(module: str, tree: ast.Module, modules: frozenset[str]) -> Iterator[Import]:
     """Every import of graphshard's own modules that a file has, wherever it stands."""
-    tree = ast.parse(path.read_text())
     at_import = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         names: list[str] = []
@@ -110,10 +116,10 @@ def imports(module: str, path: Path, modules: frozenset[str]) -> Iterator[Import
                 yield Import(module, known, node.lineno, id(node) in at_import)
 
 
+@cache
 def all_imports() -> list[Import]:
-    named = files()
-    modules = frozenset(named)
-    return [one for module, path in named.items() for one in imports(module, path, modules)]
+    modules = frozenset(trees())
+    return [one for module, tree in trees().items() for one in imports(module, tree, modules)]
 
 
 def ends(one: Import) -> tuple[str, str]:
@@ -176,8 +182,8 @@ ARGUMENTS = {
 def test_nodes_arguments_are_read_through_their_typed_views_only() -> None:
     """`node.kwargs["unit"]` and the like stand in the typed views alone."""
     read = []
-    for module, path in files().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
             if module in TYPED:
                 continue
             key: ast.AST | None = None
@@ -205,10 +211,10 @@ FACTORIES = {
 def test_tensors_of_the_package_name_their_device() -> None:
     """A user may have set another default device; passes run under the CPU as the default."""
     unnamed = []
-    for module, path in files().items():
+    for module, tree in trees().items():
         if folder_of(module) in ("passes", "recompute", "schedule"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             made = ast.unparse(node.func).split(".") if isinstance(node, ast.Call) else []
             if made[:1] != ["torch"] or not FACTORIES & {*made[1:]}:
                 continue
@@ -251,10 +257,9 @@ def test_public_names_are_typed_as_they_are_found_and_loaded_when_used() -> None
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["compile", "plan"])
-def test_what_compile_and_plan_load(name: str) -> None:
+def test_what_compile_and_plan_load() -> None:
     """Passes, rules and costs are loaded with a program, the rest by whoever asks for it."""
-    code = f"import sys, graphshard; graphshard.{name}; print(*sys.modules)"
+    code = "import sys, graphshard; graphshard.compile; graphshard.plan; print(*sys.modules)"
     found = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     parts = [module.split(".") for module in found]
     files = [path for path in parts if path[0] == "graphshard" and len(path) > 2]
