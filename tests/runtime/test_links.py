@@ -22,7 +22,7 @@ from graphshard.runtime import links
 def compiled(on: DeviceMesh | None = None, **fields: object) -> graphshard.ShardedModule:
     torch.manual_seed(0)
     policy = graphshard.BlockPolicy(Block, **fields)
-    return graphshard.compile(TiedGPT(), policy, example_inputs=tokens_of(0, 0), mesh=on)
+    return graphshard.compile(TiedGPT(1), policy, example_inputs=tokens_of(0, 0), mesh=on)
 
 
 def hardware_of(model: graphshard.ShardedModule) -> Hardware:
