@@ -239,7 +239,7 @@ def a_checkpoint_of_a_plain_trainer_is_resumed(rank: int) -> None:
     saved["param_groups"][0]["params"].pop()
     kept = (plain / "optimizer.pt").read_bytes()
     change(lambda: torch.save(saved, plain / "optimizer.pt"))
-    refused("the optimizer has groups of [16, 5]; resume with the model and the optimizer's")
+    refused("the optimizer has groups of [9, 3]; resume with the model and the optimizer's")
     change(lambda: (plain / "optimizer.pt").write_bytes(kept))
     change((plain / "scheduler.pt").unlink)
     refused("has optimizer.pt and lacks the other one of optimizer.pt and scheduler.pt")

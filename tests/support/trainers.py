@@ -37,7 +37,7 @@ class Sharded(ShardedTrainer, Trainer):
 
 def llama(dropout: float = 0.1) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64}
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     return models.llama(
         **sizes, max_position_embeddings=64, attention_dropout=dropout, use_cache=False
     )
