@@ -85,10 +85,10 @@ class Doubled(nn.Module):
         return x * self.scale.to(x.dtype)
 
 
-def encoder(**options) -> nn.Module:
+def encoder(layers: int = 1, **options) -> nn.Module:
     torch.manual_seed(0)
     options = {"nhead": 2, "dim_feedforward": 16, "batch_first": True} | options
-    return nn.Sequential(*(nn.TransformerEncoderLayer(8, **options) for _ in range(2))).eval()
+    return nn.Sequential(*(nn.TransformerEncoderLayer(8, **options) for _ in range(layers))).eval()
 
 
 def autocast_dtype(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> torch.dtype:
@@ -107,7 +107,7 @@ def autocast_dtype(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> tor
 
 @torch.no_grad()
 def test_encoder_layers_under_autocast_have_the_dtype_of_eager_s_fused_operator():
-    assert autocast_dtype(encoder()) == torch.bfloat16
+    assert autocast_dtype(encoder(layers=2)) == torch.bfloat16
     assert autocast_dtype(encoder(), torch.float16) == torch.float16
     assert autocast_dtype(encoder(norm_first=True, activation="gelu")) == torch.bfloat16
     frozen = encoder().requires_grad_(False)
