@@ -320,12 +320,14 @@ def no_conversions_to_the_same() -> Iterator[None]:
     """
     convert = nn.Module._apply
 
-    def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any) -> nn.Module:
+    def _apply(
+        module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
         tensors = itertools.chain(module.parameters(), module.buffers())
         with torch.no_grad():
             if all(fn(tensor) is tensor for tensor in tensors):
                 return module
-        return convert(module, fn, *args)
+        return convert(module, fn, recurse)
 
     with patched(nn.Module, "_apply", _apply):
         yield
