@@ -280,7 +280,7 @@ def _trace_and_rebuild(
         explain_errors(model, None if sizes is None else sizes.environment),
         restore_random_state() as generators,
         cast_at_units(model, precisions),
-        _sizes_by_values(sizes, questions, values),
+        _sizes_by_values(sizes, questions, values, mode.recipes),
         repetition.tracing(model, precisions, mode, way.functional),
     ):
         try:
@@ -384,14 +384,14 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sizes_by_values(
-    sizes: Sizes | None, questions: Questions | None, values: Values
+    sizes: Sizes | None, questions: Questions | None, values: Values, recipes: Recipes
 ) -> Iterator[None]:
     if sizes is None or questions is None:
         yield
         return
     with (
         max_and_min_of_sizes(),
-        all_experts(),
+        all_experts(recipes),
         sizes.traced(questions.decide, empty=_IF_EMPTY.get(values)),
     ):
         yield

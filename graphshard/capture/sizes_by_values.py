@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.capture.captured import Capture
+from graphshard.capture.recipes import Recipes
 from graphshard.errors import CaptureError, warn_user
 from graphshard.program import ops
 from graphshard.program.aliases import is_view_op
@@ -34,6 +35,7 @@ from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import SYMBOLIC, size_expression
 from graphshard.torch_private.patches import patched
+from graphshard.torch_private.trace import without_functional
 from graphshard.torch_private.unbacked import depends_on_values
 
 _aten = torch.ops.aten
@@ -296,11 +298,12 @@ _CHOSEN = "expert_hit"
 
 
 @contextlib.contextmanager
-def all_experts() -> Iterator[None]:
+def all_experts(recipes: Recipes) -> Iterator[None]:
     """Let a loop of transformers over the chosen experts run over all.
 
     Which experts a batch chooses depends on values, and a graph cannot loop over them. The code for
     an expert that no token chose computes on no rows and adds nothing, so the numbers are the same.
+    An expert may be looked up by the text of its number, which the `recipes` of a trace give.
     """
     iterate: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
@@ -315,5 +318,12 @@ def all_experts() -> Iterator[None]:
         most = torch_compat.size_hint(count)
         return (torch.full((1,), number, device=self.device) for number in range(most))
 
-    with patched(Tensor, "__iter__", over_all):
+    plain: Callable[[Tensor, str], str] = Tensor.__format__
+
+    def text(self: Tensor, form: str) -> str:
+        recipe = recipes.of(without_functional(self)) if self.dim() == 0 else None
+        number = None if recipe is None or recipe.is_symbolic() else recipe.constant_item()
+        return plain(self, form) if number is None else format(number, form)
+
+    with patched(Tensor, "__iter__", over_all), patched(Tensor, "__format__", text):
         yield

@@ -153,6 +153,20 @@ def test_experts_of_transformers_loop_over_all():
     assert len(sharded.programs) == 1
 
 
+def test_experts_of_transformers_are_looked_up_by_the_text_of_their_numbers():
+    from transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers import modeling_switch_transformers as switch
+
+    torch.manual_seed(0)
+    config = SwitchTransformersConfig(d_model=8, d_ff=6, num_experts=3, expert_capacity=4)
+    model = switch.SwitchTransformersSparseMLP(config).eval()  # with no noise of the router
+    x = torch.randn(2, 6, 8)
+    sharded = graphshard.compile(model, graphshard.SizePolicy(1), example_inputs=(x,))
+    for batch in (x, x[:1].expand_as(x).contiguous()):
+        same_step(model, sharded, batch, objective=lambda out: out[0].pow(2).sum())
+    assert len(sharded.programs) == 1
+
+
 def batch_of_equal_rows(seed):
     """All rows choose the same two of the three experts."""
     x, target, mask = models.batch(seed)

@@ -33,11 +33,11 @@ HASHES = {
     "overlap_hybrid": "2e64692c8dbaed98",
     "odd": "883ffc95fc1bb8c8",
     "recompute": "c94ffa4f72689937",
-    "merged": "d3735162ff4e4627",
-    "merged_zero2": "052e93b345f426da",
-    "merged_zero1": "e6273196008573e8",
-    "merged_hybrid": "b5cddf913052bfd7",
-    "merged_overlap": "8b574cc0221fb540",
+    "merged": "3ac82a8604d7a5e9",
+    "merged_zero2": "98246255aac3727e",
+    "merged_zero1": "7508ada0e6916ecd",
+    "merged_hybrid": "d10cadd98ceee563",
+    "merged_overlap": "9a5c994a9f4d0540",
 }
 
 
