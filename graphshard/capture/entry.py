@@ -42,7 +42,12 @@ from graphshard.capture.questions import Questions
 from graphshard.capture.recipes import Leaf, Recipes
 from graphshard.capture.repetition import Repetition
 from graphshard.capture.side_effects import WriteError, restore_random_state
-from graphshard.capture.sizes_by_values import admit_empty, all_experts, max_and_min_of_sizes
+from graphshard.capture.sizes_by_values import (
+    admit_empty,
+    all_experts,
+    dimensions_as_in_eager,
+    max_and_min_of_sizes,
+)
 from graphshard.capture.structure import CALL, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint, TracedModel
 from graphshard.errors import CaptureError, FixedSizeError, warn_user
@@ -392,6 +397,7 @@ def _sizes_by_values(
     with (
         max_and_min_of_sizes(),
         all_experts(recipes),
+        dimensions_as_in_eager(questions.is_one),
         sizes.traced(questions.decide, empty=_IF_EMPTY.get(values)),
     ):
         yield

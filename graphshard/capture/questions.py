@@ -25,6 +25,7 @@ from graphshard.errors import user_line_here
 from graphshard.program.sizes import Sizes, expression_text, hint, without_folder
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private import unbacked
+from graphshard.torch_private.compat import size_expression
 
 _ORDINARY = (0.0, 1.0, 1e4, -1e4, None)
 """What stands for the numbers that a model computes: all are this one, or they go from -2 to 3."""
@@ -149,6 +150,16 @@ class Questions:
         if len(answers) > 1 or None in answers:
             return None
         return self._promise(condition, answer=answers.pop())
+
+    def is_one(self, size: Any) -> bool:
+        """Whether a size is 1; if nothing tells, the program checks that it is not."""
+        if self.recipes is None or not unbacked.depends_on_values(size):
+            return bool(size == 1)  # an error, where values tell: another trace asks them
+        condition = sympy.Eq(size_expression(size), 1)
+        if not condition.free_symbols:
+            return bool(condition)
+        answer = self.decide(condition)
+        return bool(self._promise(condition, answer=False) if answer is None else answer)
 
     def _question(self, condition: Any) -> Question | None:
         """The question, without an answer, if it is known how its numbers are made."""

@@ -202,17 +202,17 @@ class Recipes:
         symbols = [] if self._leaves is None else raw_symbols(result)
         if self.numbers.keys() >= set(symbols):
             return
-        read_off = args[0] if func is ITEM else result
-        recipe = self.of(read_off) if isinstance(read_off, Tensor) else None
-        if recipe is None:
-            return
-        if func is ITEM:
-            number = replace(recipe, gives_number=True)
-            self.numbers.update(dict.fromkeys(symbols, number))
-            return
-        for dim, size in enumerate(result.shape):
-            if isinstance(size, SYMBOLIC) and raw_expression(size) in symbols:
-                self.numbers[raw_expression(size)] = recipe.size(dim)
+        for tensor in tree_leaves(args[0] if func is ITEM else result):
+            recipe = self.of(tensor) if isinstance(tensor, Tensor) else None
+            if recipe is None:
+                continue
+            if func is ITEM:
+                number = replace(recipe, gives_number=True)
+                self.numbers.update(dict.fromkeys(symbols, number))
+                continue
+            for dim, size in enumerate(tensor.shape):
+                if isinstance(size, SYMBOLIC) and raw_expression(size) in symbols:
+                    self.numbers[raw_expression(size)] = recipe.size(dim)
 
     def _forget_written(self, func: Any, args: Any) -> None:
         for argument, value in zip(func._schema.arguments, args, strict=False):

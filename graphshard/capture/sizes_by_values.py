@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any
@@ -291,6 +291,46 @@ def _of_sizes(plain: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> C
         return plain(*args, **kwargs)
 
     return function
+
+
+@contextlib.contextmanager
+def dimensions_as_in_eager(is_one: Callable[[Any], bool]) -> Iterator[None]:
+    """Let `squeeze` and `unbind` drop the dimensions that they drop in eager.
+
+    Torch's rules for a size that depends on values take it for another than 1, without a word:
+    `nonzero().squeeze()` would keep a dimension where a single element is found. `is_one` tells
+    whether such a size is 1 in the calls that the program serves.
+    """
+    squeeze, squeeze_, unbind = Tensor.squeeze, Tensor.squeeze_, Tensor.unbind
+
+    def squeezed(input: Tensor, dim: Any = None) -> Tensor:  # noqa: A002
+        dims = range(input.dim()) if dim is None else dim if isinstance(dim, Sequence) else (dim,)
+        if not any(isinstance(each, int) and depends_on_values(input.shape[each]) for each in dims):
+            return squeeze(input) if dim is None else squeeze(input, dim)
+        result = input
+        for place in sorted({each % input.dim() for each in dims}, reverse=True):
+            if is_one(input.shape[place]):
+                result = result.select(place, 0)
+        return result
+
+    def unbound(input: Tensor, dim: Any = 0) -> Any:  # noqa: A002
+        if not (input.dim() and isinstance(dim, int) and depends_on_values(input.shape[dim])):
+            return unbind(input, dim)
+        return tuple(input.select(dim, number) for number in range(int(input.shape[dim])))
+
+    def refused(x: Tensor, *dim: Any) -> Tensor:
+        if any(map(depends_on_values, x.shape)):
+            raise CaptureError("squeeze_ is given a size that depends on values; use squeeze")
+        return squeeze_(x, *dim)
+
+    with (
+        patched(Tensor, "squeeze_", refused),
+        patched(Tensor, "squeeze", squeezed),
+        patched(Tensor, "unbind", unbound),
+        patched(torch, "squeeze", squeezed),
+        patched(torch, "unbind", unbound),
+    ):
+        yield
 
 
 _CHOSEN = "expert_hit"

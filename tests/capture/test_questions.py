@@ -99,6 +99,9 @@ def test_only_a_way_that_surely_raises_counts(function, answer, monkeypatch):
         (models.by_results_of_several, 2, dict),
         (models.by_a_literal, 2, dict),
         (models.rows_one_by_one, 3, dict),
+        (models.values_one_by_one, 2, dict),
+        (models.squeezes, 2, dict),
+        (models.unbinds, 3, dict),
         (models.catches_itself, 2, dict),
         (models.of_no_effect, 2, dict),
         (models.by_a_remainder, 2, dict),
@@ -113,6 +116,15 @@ def test_each_answer_has_a_program_that_equals_eager(forward, programs, buffers)
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, sharded.get_buffer(name))
     assert len(sharded.programs) == programs
+
+
+def test_a_dimension_that_activations_make_one_is_not_kept_in_silence():
+    model = Net(models.squeezes_rows_by_activations, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY, check=True)
+    first = model.fc(X)[:, 0].sort(descending=True).values
+    step(model, sharded, X, MASK * 0 + first[3].item())
+    with pytest.raises(SizeCheckError, match=r"rows = y\[y\[:, 0\] > mask"):
+        sharded(X, MASK * 0 + first[1].item())
 
 
 def test_the_dump_says_for_which_answer_a_program_is(caplog):

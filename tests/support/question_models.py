@@ -155,6 +155,30 @@ def rows_one_by_one(m, x, mask):
     return m.fc(x)
 
 
+def values_one_by_one(m, x, mask):
+    for value in mask.unique():
+        x = x + m.fc(x) * value
+    return m.fc(x)
+
+
+def squeezes(m, x, mask):
+    rows = x[mask[:, 0] > 0].squeeze(0)
+    found = torch.squeeze(mask[:, 0].nonzero())
+    return m.fc(x) + rows.sum(0) * rows.dim() + x[found].sum() * found.dim()
+
+
+def unbinds(m, x, mask):
+    for row in torch.unbind(mask[:, 0].nonzero()):
+        x = x + m.fc(x)[row].sum(0) * row.dim()
+    return m.fc(x)
+
+
+def squeezes_rows_by_activations(m, x, mask):
+    y = m.fc(x)
+    rows = y[y[:, 0] > mask[0, 0]].squeeze()
+    return y + rows.sum() * rows.dim()
+
+
 def of_no_effect(m, x, mask):
     """`x.float()` is `x` itself."""
     y = m.fc(x) * x.float()
