@@ -153,8 +153,9 @@ def _undecided_reason(error: Any, environment: Any, line: str) -> str:
     )
     rule = "the model's control flow depends on the values of a tensor"
     number = not (condition.is_Relational or condition.is_Boolean)
-    if number or " for " in line or ".tolist()" in line:
-        needed = f"the number {condition}" if number else "the number of rounds of a loop"
+    loops = " for " in line or ".tolist()" in line
+    if number or loops:
+        needed = "the number of rounds of a loop" if loops else f"the number {condition}"
         return (
             f"{rule}: it needs {needed}, which one graph cannot have (range, int, indices of lists "
             "and loops over .tolist() ask for it); go over all items that there may be, do it by "
