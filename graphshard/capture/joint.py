@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from graphshard.capture.annotation import CALLS, FQN, KEEP, LINE, REGION
 from graphshard.capture.as_eager import keep_lstm_workspaces
+from graphshard.capture.borders import RepetitionError
 from graphshard.capture.structure import Structure
 from graphshard.capture.templates import Copies, is_backward, notes_of
 from graphshard.capture.traced_module import IDENTITY, TracedModel
@@ -267,6 +268,8 @@ class _Builder:
         notes: Mapping[str, Any],
     ) -> fx.Node:
         sizes = {node: size_nodes.of(node) for node in old.all_input_nodes if is_size(node)}
+        if None in sizes.values():
+            raise RepetitionError(f"{old} in a block reads a size that no node computed before")
         copied = self._copy_node(old, ChainMap(sizes, new), notes)  # type: ignore[arg-type]
         size_nodes.after(copied)
         return copied

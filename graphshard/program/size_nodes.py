@@ -76,9 +76,9 @@ class SizeNodes:
                 )
         return None
 
-    def of(self, old: fx.Node) -> fx.Node:
-        """The new node for the size `old`, which was met before."""
-        return self.by_size[_key(old.meta["val"])]
+    def of(self, old: fx.Node) -> fx.Node | None:
+        """The new node for the size `old`, if one was met before."""
+        return self.by_size.get(_key(old.meta["val"]))
 
     def after(self, node: fx.Node) -> None:
         """Record the node that was just copied."""

@@ -39,6 +39,11 @@ SMOKE = [
         f"{FOLDER}/first_step.py --depths 1 --width 32 --ranks 1 --rounds 1",
         r"^ +1 +empty +[\d.]+.*\n +1 +filled",
     ),
+    (
+        f"{TORCHRUN} {FOLDER}/compare_fsdp2.py --sweep --depths 2 --widths 32 --context 16"
+        " --pairs 2 --warmup 1",
+        r"llama 2 x 32 .* losses \S+ apart\n.*\nmedian of 3: ",
+    ),
     (f"{TORCHRUN} {FOLDER}/sweep.py --only gpt2", r"\| gpt2 \| transformers \| equal \| equal \|"),
 ]
 
