@@ -29,6 +29,7 @@ from graphshard.capture.as_eager import (
     transformers_as_in_eager,
 )
 from graphshard.capture.borders import RepetitionError
+from graphshard.capture.both_ways import BothWays, BothWaysError
 from graphshard.capture.captured import Capture
 from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
@@ -67,7 +68,8 @@ class Values(Enum):
 
     UNKNOWN: the trace ends. AS_SIZES: it is a symbol, by which no code may decide. NOT_EMPTY: as
     before, but code may ask whether a size is 0, and it is not. EMPTY: likewise, and it is 0.
-    ANSWERED: it is a symbol, and code may decide by those that inputs and buffers make.
+    ANSWERED: it is a symbol, and code may decide by those that inputs and buffers make. BOTH_WAYS:
+    likewise, and where others only skip operators the program computes both ways.
     """
 
     UNKNOWN = auto()
@@ -75,6 +77,7 @@ class Values(Enum):
     NOT_EMPTY = auto()
     EMPTY = auto()
     ANSWERED = auto()
+    BOTH_WAYS = auto()
 
 
 _IF_EMPTY = {Values.NOT_EMPTY: False, Values.EMPTY: True}
@@ -153,13 +156,23 @@ def _capture_sizes_by_values(errors: list[CaptureError], *example: Any) -> Captu
                 _forget(error)
             else:
                 return admit_empty(captured, partial(trace, *example, values=Values.EMPTY))
-    try:
-        return _capture_as_is_or_functional(*example, values=Values.ANSWERED)
-    except CaptureError as error:
-        if not _looks_at_values(error):
-            raise
-        _forget(error)
-    as_is, compiling = errors
+    return _capture_answered(*errors, *example)
+
+
+def _capture_answered(as_is: CaptureError, compiling: CaptureError, *example: Any) -> Capture:
+    """Trace a step that decides by values; the errors are those of traces that may not."""
+    for values in (Values.ANSWERED, Values.BOTH_WAYS):
+        try:
+            return _capture_as_is_or_functional(*example, values=values)
+        except CaptureError as error:
+            refused = next(
+                (e for e in (error, error.__cause__) if isinstance(e, BothWaysError)), None
+            )
+            if refused is not None:
+                compiling.add_note(f"Both ways cannot be computed: {refused}")
+            elif not _looks_at_values(error):
+                raise
+            _forget(error)
     if _looks_at_values(compiling):
         raise compiling from compiling.__cause__
     as_is.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {compiling}")
@@ -260,7 +273,7 @@ def _trace_and_rebuild(
     dynamic = names is not None and any(names)
     largest = max((size for tensor in tensors for size in tensor.shape), default=1)
     sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
-    recipes = Recipes() if values is Values.ANSWERED else None
+    recipes = Recipes() if values in (Values.ANSWERED, Values.BOTH_WAYS) else None
     questions = None
     if sizes is not None:
         questions = Questions(sizes, tensors, inputs.paths, buffer, recipes)
@@ -281,6 +294,7 @@ def _trace_and_rebuild(
     traced.same_inputs = first_places(tensors) if traced.compares_identity else ()
     if questions is not None:
         traced.on_call = partial(_begin_run, questions)
+    traced.both_ways = BothWays(wanted=values is Values.BOTH_WAYS)
     with (
         explain_errors(model, None if sizes is None else sizes.environment),
         restore_random_state() as generators,
@@ -290,7 +304,7 @@ def _trace_and_rebuild(
     ):
         try:
             joint = _trace(
-                traced, model, fakes, grad, way.functional, traced_on.type != target.type
+                traced, model, fakes, grad, way.functional, traced_on.type != target.type, mode
             )
         except AssertionError:
             # Torch runs the forward twice and compares what it returned: sizes, and numbers where
@@ -312,6 +326,7 @@ def _trace_and_rebuild(
     _check_gradients(program, traced)
     if questions is not None:
         notes += questions.close()
+    notes += traced.both_ways.notes
     notes += tell_what_is_baked_in(traced, [*generators, *traced.reads.draws], entry, program)
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
@@ -346,6 +361,7 @@ def _trace(
     grad: bool,
     functional: bool,
     off_target: bool,
+    mode: Any,
 ) -> Any:
     export = torch_trace.joint_graph_exporter()
     with contextlib.ExitStack() as stack:
@@ -366,6 +382,7 @@ def _trace(
         stack.enter_context(torch_trace.quiet_errors())
         stack.enter_context(pause_collections())
         stack.enter_context(torch_trace.leave_out_descriptions())
+        traced.both_ways.find(partial(traced, *fakes), mode)
         joint = export(
             stack,
             traced,

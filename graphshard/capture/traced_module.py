@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from graphshard.capture.borders import edges_of
+from graphshard.capture.both_ways import BothWays
 from graphshard.capture.casting import dtype_of_buffer
 from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
@@ -121,7 +122,8 @@ class TracedModel(nn.Module):
     `on_call` is called before each run of the module with its inputs and, by FQN, its buffers: a
     trace runs it more than once. A call whose tensors are not functionalized runs in the context
     that `plain` makes. A buffer that forward assigns is replaced by a value that carries a
-    gradient, or by any if `replaces_buffers`. `repetition` may leave calls of blocks out.
+    gradient, or by any if `replaces_buffers`. `repetition` may leave calls of blocks out, and
+    `both_ways` answer questions about values.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class TracedModel(nn.Module):
         self._globals = walk.places
         self.reachable: frozenset[int] = frozenset()
         self.on_call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] | None = None
+        self.both_ways = BothWays()
         self._model = [model]  # in a list, so that it is no submodule of this one
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -197,7 +200,11 @@ class TracedModel(nn.Module):
         self.reads = reads = Reads(model, self._globals)
         past = PastTheTrace(names, reads.note_values, reads.used.append, reads.note_look)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
-        with restore_module_state(model) as effects, self._plain() if is_plain else nullcontext():
+        with (
+            self.both_ways.run(),
+            restore_module_state(model) as effects,
+            self._plain() if is_plain else nullcontext(),
+        ):
             cast_params = self._cast_params(params)
             cast_buffers = self._cast_buffers(model, buffers)
             for named, param in zip(self.model_params, cast_params, strict=True):
@@ -233,6 +240,7 @@ class TracedModel(nn.Module):
         self.left = ()
         for place, value in (*left, *effects.left, *reads.effects.left):
             results += self._take_left(place, value)
+        self.both_ways.end(results, [*self._structures, *self.state_changes])
         self.reachable = _reachable(results, params)
         return list(map(_own_tensor, results))
 
@@ -249,9 +257,12 @@ class TracedModel(nn.Module):
     @property
     def output_paths(self) -> tuple[str, ...]:
         """Where each of the tensors is that `forward` returns."""
+        return tuple(path for structure in self._structures for path in structure.paths)
+
+    @property
+    def _structures(self) -> tuple[Structure, ...]:
         assert self.result is not None
-        structures = (self.result, *(structure for _, structure in self.left))
-        return tuple(path for structure in structures for path in structure.paths)
+        return (self.result, *(structure for _, structure in self.left))
 
     def guards(self) -> Guards:
         """The Python state that the forward read, after the trace."""

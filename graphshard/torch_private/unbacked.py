@@ -159,6 +159,11 @@ def answering(environment: Any, answer: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
+def ignore_new_symbols(environment: Any) -> Any:
+    """The context in which no operator of a trace is looked for that reads new symbols."""
+    return environment.ignore_fresh_unbacked_symbols()
+
+
 def promise(environment: Any, condition: Any) -> None:
     """Take `condition` to be true, as `torch._check` does."""
     environment.guard_or_defer_runtime_assert(condition, "graphshard decides so")

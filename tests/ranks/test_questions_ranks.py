@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import parity
 import pytest
 import question_models as models
 import torch
 from capture_models import Net
+from full_tensors import full_grads
 from models import LAYERS, VOCAB, Case, of_transformers
 from ranks import on_ranks
 from torch import nn
@@ -71,6 +74,39 @@ def branches_that_raise(rank):
     assert len(train(rank, case_of(models.asserts), recompute="units").programs) == 1
 
 
+def each_rank_draws_what_it_skips(rank):
+    """Of six blocks each rank leaves out about half; the gathers of all ranks are the same."""
+
+    def drops(m, x, mask):
+        for block in m.fc[:-1]:
+            if not torch.rand(()) < 0.5:
+                x = block(x)
+        return m.fc[-1](x).square().sum()
+
+    def backward(model, seed):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        model(**drawn()).backward()
+
+    model = Net(drops, fc=nn.Sequential(*(Block() for _ in range(6)), nn.Linear(4, 4)))
+    policies = ({}, {"schedule": "overlap"}, {"recompute": "units"})
+    for sharded in (
+        graphshard.compile(copy.deepcopy(model), graphshard.BlockPolicy({Block}, **fields))
+        for fields in policies
+    ):
+        for seed in (0, 2, 4):
+            backward(sharded, seed + rank)
+            found = full_grads(sharded)
+            expected = {name: torch.zeros_like(grad) for name, grad in found.items()}
+            for each in (seed, seed + 1):
+                backward(model, each)
+                for name, param in model.named_parameters():
+                    expected[name] += 0 if param.grad is None else param.grad / 2
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+            assert len(found) == len(expected)
+        assert len(sharded.programs) == 1
+
+
 def other_units_on_each_rank(rank):
     """Their gathers differ, which all ranks say before one waits for another."""
 
@@ -91,6 +127,7 @@ ON_TWO = [
     buffers_answer,
     branches_that_raise,
     numbers_of_rounds_differ,
+    each_rank_draws_what_it_skips,
     other_units_on_each_rank,
 ]
 

@@ -1,0 +1,280 @@
+"""Questions that only skip operators: the program runs them, and `torch.where` leaves them out."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from capture_models import Net, X, linear
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import graphshard
+from graphshard.errors import CaptureError
+
+POLICY = graphshard.SizePolicy(10)
+
+
+def drawn():
+    return torch.rand(()) < 0.5
+
+
+def layers(count=5):
+    return nn.ModuleList(linear() for _ in range(count))
+
+
+def drops_layers(m, x):
+    x = m.fc(x)
+    for layer in m.layers:
+        if not drawn():
+            x = x + layer(x).tanh()
+    return x.square()
+
+
+def drops_and_continues(m, x):
+    x = m.fc(x)
+    for layer in m.layers:
+        if drawn():
+            continue
+        x = layer(x)
+    return x.sin()
+
+
+def asks_twice(m, x):
+    x = m.fc(x)
+    for layer in m.layers:
+        skips = drawn()
+        if not skips or x.dim() == 1:
+            y = layer(x)
+        if skips:
+            y = x
+        x = y + 1
+    return x
+
+
+def encodes_and_decodes(m, x):
+    memory = y = m.fc(x)
+    for layer in m.layers[:2]:
+        if not drawn():
+            memory = layer(memory).tanh()
+    for layer in m.layers[2:]:
+        if drawn():
+            continue
+        y = y + layer(y) @ memory.T @ memory
+    return y
+
+
+def by_activations(m, x):
+    y = m.layers[0](x)
+    if y.norm() > 3:
+        y = y / y.norm()
+    return m.layers[1](y)
+
+
+def returns_early(m, x):
+    y = m.layers[0](x)
+    return y.sum() if drawn() else m.layers[1](y).sum()
+
+
+def skips_two_values(m, x):
+    y, z = m.layers[0](x), x
+    if not drawn():
+        y, z = m.layers[1](y).split(3)
+        y, z = torch.cat([z, y]), torch.cat([z, z]) * 2
+    return y * z
+
+
+def writes_its_own(m, x):
+    y = m.layers[0](x)
+    if not drawn():
+        z = m.layers[1](y)
+        z.add_(1)
+        y = z * 2
+    return y
+
+
+def same_as_eager(model, sharded, *args, seeds=8):
+    """The same losses and gradients, zeros where eager has none."""
+    for seed in range(seeds):
+        losses = []
+        for each in (model, sharded):
+            each.zero_grad()
+            torch.manual_seed(seed)
+            losses.append(each(*args).sum())
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        for param, other in zip(sharded.parameters(), model.parameters(), strict=True):
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            expected = torch.zeros_like(other) if other.grad is None else other.grad
+            assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize(
+    ("forward", "count"),
+    [
+        (drops_layers, 5),
+        (drops_and_continues, 5),
+        (asks_twice, 5),
+        (encodes_and_decodes, 5),
+        (by_activations, 1),
+        (returns_early, 1),
+        (skips_two_values, 2),
+        (writes_its_own, 1),
+    ],
+)
+def test_skipped_operators_run_and_are_left_out(forward, count):
+    model = Net(forward, fc=linear(), layers=layers())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY, example_inputs=(X,))
+    same_as_eager(model, sharded, X)
+    assert len(sharded.programs) == 1
+    targets = [node.target for node in sharded.program.nodes() if node.meta["phase"] == "forward"]
+    assert targets.count(torch.ops.aten.where.self) == count
+    notes = [note for note in sharded.program.notes if "torch.where" in note]
+    assert notes
+    assert all(f"in {forward.__name__}: " in note for note in notes)
+
+
+def test_the_shapes_may_be_symbols():
+    model = Net(drops_layers, fc=linear(), layers=layers())
+    sharded = graphshard.compile(
+        copy.deepcopy(model), POLICY, example_inputs=(X,), dynamic={"args[0]": {0: "n"}}
+    )
+    same_as_eager(model, sharded, X)
+    same_as_eager(model, sharded, X[:3])
+    assert len(sharded.programs) == 1
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def writes_before(m, x):
+    y = m.fc(x)
+    if not drawn():
+        y.add_(m.fc(y))
+    return y
+
+
+def writes_a_buffer(m, x):
+    if not drawn():
+        m.count.add_(1)
+    return m.fc(x)
+
+
+def writes_later(m, x):
+    y = x = m.fc(x)
+    if not drawn():
+        y = m.fc(y)
+    y.mul_(2)
+    return x + y
+
+
+def runs_another(m, x):
+    return m.fc(x) if drawn() else x * 2
+
+
+def returns_more(m, x):
+    y = m.fc(x)
+    return (y, y.sin()) if drawn() else (y,)
+
+
+def asks_inside(m, x):
+    if drawn():
+        x = m.fc(x)
+        if drawn():
+            x = x * 3
+    return m.fc(x)
+
+
+def loops(m, x):
+    while drawn():
+        x = m.fc(x)
+    return m.fc(x)
+
+
+def takes_less(m, x):
+    y = m.fc(x)
+    return (y if drawn() else y[:2]).sum()
+
+
+def in_a_function(m, x):
+    y = m.fc(x)
+    return (y if drawn() else Triple.apply(y)).sum()
+
+
+def other_weights(m, x):
+    return nn.functional.linear(x, m.fc.weight if drawn() else m.fc.weight.T)
+
+
+def assigns(m, x):
+    y = m.fc(x)
+    if drawn():
+        m.last = 3
+        y = y.sin()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (writes_before, "operators that its answer skips write in place"),
+        (writes_a_buffer, "operators that its answer skips write in place"),
+        (writes_later, "no skipped operator made"),
+        (runs_another, "each of its answers runs operators of its own"),
+        (returns_more, "each of its answers runs operators of its own"),
+        (assigns, "each of its answers runs operators of its own"),
+        (asks_inside, "changes which are asked later"),
+        (loops, "a loop asks how often to go on"),
+        (takes_less, "changes the shape, dtype or device"),
+        (in_a_function, r"the result of an autograd\.Function"),
+    ],
+)
+def test_answers_that_change_more_are_refused(forward, reason):
+    model = Net(forward, fc=linear(), count=torch.zeros(()))
+    with pytest.raises(CaptureError, match=f"in {forward.__name__}: ") as caught:
+        graphshard.compile(model, POLICY, example_inputs=(X,))
+    (note,) = caught.value.__notes__
+    assert note.startswith("Both ways cannot be computed: ")
+    assert re.search(reason, note)
+
+
+# -- drawn programs -------------------------------------------------------------------------------
+
+_STEPS = {
+    "layer": lambda m, a, b: (m.fc(a), b),
+    "add": lambda m, a, b: (a + b, b),
+    "sine": lambda m, a, b: (a, b.sin()),
+    "both": lambda m, a, b: (b * 2, a.cos()),
+    "swap": lambda m, a, b: (b, a),
+    "write": lambda m, a, b: (a.add_(1), b),
+    "view": lambda m, a, b: (a.view(-1).view(a.shape), b.T.T),
+}
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([*_STEPS]), st.booleans()), min_size=1, max_size=6))
+def test_a_program_is_as_in_eager_or_refused(steps):
+    def forward(m, x):
+        a, b = m.fc(x), x * 2
+        for name, is_drawn in steps:
+            if not is_drawn or drawn():
+                a, b = _STEPS[name](m, a, b)
+        return (a * b).sum() + m.fc(x).sum()
+
+    model = Net(forward, fc=linear())
+    x = X[:4]
+    try:
+        sharded = graphshard.compile(copy.deepcopy(model), POLICY, example_inputs=(x,))
+    except CaptureError:
+        assert any(is_drawn for _, is_drawn in steps)
+        return
+    same_as_eager(model, sharded, x, seeds=6)
