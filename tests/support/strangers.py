@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from mutations import mutate
 from paths import ROOT
 from safetensors import SafetensorError
@@ -36,9 +35,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.serialization import set_crc32_options
 
 import graphshard
-from graphshard.cost.against_trace import read_trace
-from graphshard.errors import CheckpointError, CostError, GraphshardError, PolicyError
-from graphshard.hardware.hardware import Hardware
+from graphshard.errors import CheckpointError, GraphshardError
 from graphshard.state.consolidate import plan_consolidation
 from graphshard.state.files import open_files
 
@@ -64,14 +61,12 @@ class Kind:
 
     write: makes good files in an empty folder.
     read: the value of a folder, comparable by `same`.
-    error: the class of the errors that `read` may raise.
     says: what another reader finds in a folder; raises ValueError if it finds nothing. None: any
         change must be noticed, unless it changes no value.
     """
 
     write: Callable[[Path], None]
     read: Callable[[Path], Any]
-    error: type[GraphshardError]
     says: Callable[[Path], Any] | None = None
 
 
@@ -207,186 +202,14 @@ def read_lightning(folder: Path) -> Any:
     return plain(lightning.read_file(folder / "last.ckpt", trust=False))
 
 
-# -- configurations -------------------------------------------------------------------------------
-
-
-DEEPSPEED = {
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": 20000000,
-    },
-    "bf16": {"enabled": True},
-    "fp16": {"enabled": "auto", "loss_scale": 0},
-    "communication_data_type": "fp32",
-    "gradient_clipping": 1.0,
-}
-
-ACCELERATE = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: false
-  fsdp_sharding_strategy: FULL_SHARD
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_ignored_modules: '.*norm'
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-machine_rank: 0
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-tpu_env: []
-use_cpu: false
-"""
-
-
-def write_deepspeed(folder: Path) -> None:
-    (folder / "ds.json").write_text(json.dumps(DEEPSPEED, indent=1))
-
-
-def write_accelerate(folder: Path) -> None:
-    (folder / "config.yaml").write_text(ACCELERATE)
-
-
-def read_deepspeed(folder: Path) -> Any:
-    return repr(graphshard.from_deepspeed(folder / "ds.json"))
-
-
-def read_accelerate(folder: Path) -> Any:
-    return repr(graphshard.from_accelerate(folder / "config.yaml"))
-
-
-def deepspeed_by_json(folder: Path) -> Any:
-    return repr(graphshard.from_deepspeed(json.loads((folder / "ds.json").read_bytes())))
-
-
-def accelerate_by_yaml(folder: Path) -> Any:
-    try:
-        return repr(
-            graphshard.from_accelerate(yaml.safe_load((folder / "config.yaml").read_text()))
-        )
-    except Exception as error:
-        raise ValueError(str(error)) from error
-
-
-def write_hardware(folder: Path) -> None:
-    Hardware.load("cpu-gloo").save(folder / "mine.json")
-
-
-def read_hardware(folder: Path) -> Any:
-    return json.loads(json.dumps(Hardware.load(folder / "mine.json").to_dict()))
-
-
-def hardware_by_json(folder: Path) -> Any:
-    """The figures in the file; those it leaves out, from `Hardware` itself."""
-    data = json.loads((folder / "mine.json").read_bytes())
-    return json.loads(json.dumps(Hardware(**{"name": "mine", **data}).to_dict()))
-
-
-# -- traces ---------------------------------------------------------------------------------------
-
-
-def write_trace(folder: Path) -> None:
-    """Two halves on threads of their own, with kernels that they launch on one stream."""
-
-    def event(name: str, kind: str, tid: int, begin: float, end: float, **args: int) -> Any:
-        times = {"ts": begin, "dur": end - begin}
-        return {"ph": "X", "name": name, "cat": kind, "pid": 5, "tid": tid, "args": args, **times}
-
-    events: list[Any] = [{"ph": "M", "name": "process_name", "pid": 5, "args": {"name": "python"}}]
-    for tid, phase in enumerate(("forward", "backward")):
-        begin = 100.0 * tid
-        events.append(event(f"graphshard {phase}", "cpu_op", tid, begin, begin + 50))
-        for place, what in enumerate(("all_gather blocks.0", "compute blocks.0", "compute")):
-            at, number = begin + 10 * place + 1, 3 * tid + place
-            events.append(event(f"{what} {phase}", "user_annotation", tid, at, at + 5))
-            events.append(event("launch", "cuda_runtime", tid, at + 1, at + 2, correlation=number))
-            kernel = {"correlation": number, "device": 0, "stream": 7}
-            events.append(event("kernel", "kernel", 7, at + 3, at + 9, **kernel))
-    data = {"distributedInfo": {"rank": 1}, "traceEvents": events}
-    (folder / "trace.json").write_text(json.dumps(data, indent=1))
-
-
-def read_profile(folder: Path) -> Any:
-    run = read_trace(folder / "trace.json")
-    halves: list[Any] = []
-    for half in run.halves:
-        inside = [
-            (each.name, each.begin, each.end, *((k.stream, k.begin, k.end) for k in each.kernels))
-            for each in half.events
-        ]
-        halves.append((half.phase, half.begin, half.end, *inside))
-    return run.rank, halves
-
-
-def profile_by_json(folder: Path) -> Any:
-    """The same by looking through all events for each half and for each of its events."""
-    data = json.loads((folder / "trace.json").read_bytes())
-    events, rank = (
-        (data["traceEvents"], data.get("distributedInfo")) if type(data) is dict else (data, 0)
-    )
-    rank = rank.get("rank") if isinstance(rank, dict) else None
-    rows = []
-    for event in events:
-        if not isinstance(event, dict) or event.get("ph") != "X":
-            continue
-        times = event.get("ts"), event.get("dur", 0)
-        if not isinstance(event.get("name"), str) or any(
-            type(time) not in (int, float) or not abs(time) < 2**63 for time in times
-        ):
-            continue
-        args = event.get("args") if isinstance(event.get("args"), dict) else {}
-        link = args.get("correlation") if type(args.get("correlation")) is int else None
-        thread = str(event.get("pid")), str(event.get("tid"))
-        begin, end = times[0] * 1e-6, sum(times) * 1e-6
-        stream = f"{args.get('device')}/{args.get('stream')}"
-        rows.append((event["name"], str(event.get("cat", "")), thread, begin, end, link, stream))
-    device = ("kernel", "gpu_memcpy", "gpu_memset")
-    halves = []
-    host = [r for r in rows if r[1] not in (*device, "cuda_runtime", "cuda_driver")]
-    host = [r for r in host if not r[1].startswith("gpu_")]
-    names = {f"graphshard {phase}": phase for phase in ("forward", "backward")}
-    for name, _, thread, begin, end, _, _ in host:
-        if name not in names:
-            continue
-        phase, inside = names[name], []
-        for other, _, where, start, stop, _, _ in sorted(host, key=lambda r: r[3]):
-            fits = where == thread and begin <= start and stop <= end and start <= end
-            if not fits or other in names or not other.endswith(f" {phase}"):
-                continue
-            launches = [r for r in rows if r[1].startswith("cuda_") and r[2] == thread]
-            launches = [r for r in launches if r[1] in ("cuda_runtime", "cuda_driver")]
-            launches = [r for r in launches if start <= r[3] <= stop]
-            kernels = [
-                (r[6], r[3], r[4])
-                for launch in sorted(launches, key=lambda r: r[3])
-                for r in rows
-                if r[1] in device and r[5] == launch[5]
-            ]
-            inside.append((other, start, stop, *kernels))
-        halves.append((phase, begin, end, *inside))
-    return (rank if type(rank) is int else None), sorted(halves, key=lambda half: half[1])
-
-
 KINDS = {
-    "safetensors": Kind(write_safetensors, read_tensors, CheckpointError, tensors_by_library),
-    "index": Kind(write_index, read_tensors, CheckpointError, tensors_by_library),
-    "checkpoint": Kind(write_ours, read_checkpoint, CheckpointError),
-    "torch": Kind(write_torch, read_checkpoint, CheckpointError),
-    "torch-unsummed": Kind(write_torch_without_checksums, read_checkpoint, CheckpointError),
-    "consolidate": Kind(write_torch, read_consolidated, CheckpointError),
-    "lightning": Kind(write_lightning, read_lightning, CheckpointError),
-    "deepspeed": Kind(write_deepspeed, read_deepspeed, PolicyError, deepspeed_by_json),
-    "accelerate": Kind(write_accelerate, read_accelerate, PolicyError, accelerate_by_yaml),
-    "hardware": Kind(write_hardware, read_hardware, CostError, hardware_by_json),
-    "trace": Kind(write_trace, read_profile, CostError, profile_by_json),
+    "safetensors": Kind(write_safetensors, read_tensors, tensors_by_library),
+    "index": Kind(write_index, read_tensors, tensors_by_library),
+    "checkpoint": Kind(write_ours, read_checkpoint),
+    "torch": Kind(write_torch, read_checkpoint),
+    "torch-unsummed": Kind(write_torch_without_checksums, read_checkpoint),
+    "consolidate": Kind(write_torch, read_consolidated),
+    "lightning": Kind(write_lightning, read_lightning),
 }
 
 
@@ -435,7 +258,7 @@ class Player:
         try:
             with limited():
                 value = self.kind.read(self.bad)
-        except self.kind.error as error:
+        except CheckpointError as error:
             if not str(error) or len(str(error)) > 2000:
                 raise BrokenPromiseError(f"{told}: {len(str(error))} characters") from error
             return "refused"
