@@ -1,4 +1,4 @@
-"""State under each strategy, and of ignored parameters: out, into a model from meta, and on."""
+"""What is saved is a copy, under each strategy and in the background."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from full_tensors import full_grads
 from models import Block, TiedGPT, tokens_of
 from ranks import on_ranks
-from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
+from state_checks import assert_same, full_state, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,51 +36,6 @@ def step(module: nn.Module, optim: torch.optim.Optimizer) -> None:
     module(*tokens_of(0, 0)).backward()
     optim.step()
     optim.zero_grad()
-
-
-def goes_on(**fields: Any) -> None:
-    policy = graphshard.BlockPolicy({Block}, **fields)
-    sharded = graphshard.compile(seeded(gpt), policy)
-    optim = adamw(sharded)
-    step(sharded, optim)
-    folder = shared_folder()
-    sharded.save_checkpoint(folder / "c", optim)
-    sharded.save_safetensors(folder / "x.safetensors")
-    whole = sharded.full_state_dict()
-    state = sharded.optimizer_state_dict(optim, kind="full")
-    expected, wanted = full_state(sharded), moments(sharded, optim)
-    dist.barrier()
-    random = torch.get_rng_state()
-    step(sharded, optim)
-    after = full_state(sharded)
-    again = graphshard.compile(on_meta(gpt), policy)
-    other = adamw(again)
-    for way in ("checkpoint", "each", "first", "full"):
-        if way == "checkpoint":
-            again.load_checkpoint(folder / "c", other)
-        else:
-            if way == "full":
-                again.load_full_state_dict(whole)
-            else:
-                again.load_safetensors(folder / "x.safetensors", read=way)
-            again.load_optimizer_state_dict(other, state)
-        assert_same(full_state(again), expected)
-        assert_same(moments(again, other), wanted)
-        torch.set_rng_state(random)
-        step(again, other)
-        assert_same(full_state(again), after)
-
-
-def ignored_parameters(rank: int) -> None:
-    goes_on(ignored=[r"blocks\.0\.norm\..*"])
-
-
-def no_shard(rank: int) -> None:
-    goes_on(strategy="NO_SHARD")
-
-
-def shard_optimizer(rank: int) -> None:
-    goes_on(strategy="SHARD_OPTIMIZER")
 
 
 def in_the_background(rank: int) -> None:
@@ -143,9 +97,6 @@ def gradients_seen_without_writeback_are_copies(rank: int) -> None:
 
 
 ON_TWO = [
-    ignored_parameters,
-    no_shard,
-    shard_optimizer,
     what_is_saved_is_a_copy,
     gradients_seen_without_writeback_are_copies,
 ]
