@@ -1,13 +1,13 @@
-"""Complex parameters, in units of their own and beside real ones, as one process trains them.
+"""Complex parameters: optimizers, clipping, infinities, and as `fully_shard` trains them.
 
-That every option takes them is a matter of `test_option_matrix_ranks.py`, whose model has some.
+Every option takes them in `test_option_matrix_ranks.py`, whose model has some, and their state goes
+out and back in `test_state_layouts.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from full_tensors import full, full_grads
 from loops import OneProcess, exact, same_grads, same_params
-from ranks import on_ranks, run_ranks
-from state_checks import assert_same, flat, full_state
+from ranks import on_ranks
+from state_checks import full_state
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
@@ -142,27 +141,7 @@ def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
 # -- training -------------------------------------------------------------------------------------
 
 
-class Trains:
-    """A check of a policy."""
-
-    def __init__(self, name: str, **fields: Any) -> None:
-        self.__name__, self.fields = name, fields
-
-    def __call__(self, rank: int) -> None:
-        # An all_reduce adds up in an order of its own.
-        close = not exact() and self.fields.get("strategy") == "NO_SHARD"
-        trains_as_one_process(sharded_operator(**self.fields), rank, close=close)
-
-
 BOTH = {"blocks": {Layer, Spectrum}}
-ROWS = [
-    Trains("mixed unit"),
-    Trains("complex unit", **BOTH),
-    Trains("zero2", strategy="SHARD_GRAD_OP", **BOTH),
-    Trains("zero1", strategy="SHARD_OPTIMIZER", **BOTH),
-    Trains("whole", strategy="NO_SHARD", **BOTH),
-    Trains("on the host", offload=("params", "activations"), recompute="units"),
-]
 
 
 def every_optimizer_updates_them(rank: int) -> None:
@@ -208,17 +187,6 @@ def clipped_by_magnitudes(rank: int) -> None:
             _loss(module, rank, 0)
             theirs = full(clip_grad_norm_(module.parameters(), 0.01, p))
             torch.testing.assert_close(theirs.to(norm.dtype), norm)
-
-
-def micro_batches_are_summed(rank: int) -> None:
-    module = sharded_operator(**BOTH)
-    one = OneProcess(operator(), world_size())
-    one.average(lambda r, model: [_loss(model, r, step) for step in range(3)])
-    with module.no_sync():
-        _loss(module, rank, 0)
-        _loss(module, rank, 1)
-    _loss(module, rank, 2)
-    same_grads(module, one.model)
 
 
 def compiled(rank: int) -> None:
@@ -309,73 +277,6 @@ def as_fully_shard(rank: int) -> None:
 # -- state ----------------------------------------------------------------------------------------
 
 
-def state_of(module: Any, optim: torch.optim.Optimizer) -> tuple[Any, Any]:
-    whole = module.optimizer_state_dict(optim, kind="full", rank0_only=False)
-    return module.full_state_dict(rank0_only=False), flat(whole)
-
-
-def trained(rank: int, **fields: Any) -> tuple[Any, torch.optim.Optimizer]:
-    module = sharded_operator(**fields)
-    optim = adamw(module)
-    _loss(module, rank, 0)
-    optim.step()
-    return module, optim
-
-
-def save(rank: int, folder: str) -> Any:
-    module, optim = trained(rank)
-    module.save_checkpoint(f"{folder}/ours", optim)
-    checkpoint.save({"model": module.state_dict()}, checkpoint_id=f"{folder}/torch")
-    return state_of(module, optim)
-
-
-def load(rank: int, folder: str, fields: dict[str, Any]) -> Any:
-    module = sharded_operator(meta=True, **fields)
-    state = module.state_dict()
-    checkpoint.load({"model": state}, checkpoint_id=f"{folder}/torch")
-    module.load_state_dict(state)
-    by_torch = module.full_state_dict(rank0_only=False)
-    module = sharded_operator(meta=True, **fields)
-    optim = adamw(module)
-    module.load_checkpoint(f"{folder}/ours", optim)
-    found = state_of(module, optim)
-    assert_same(by_torch, found[0])
-    return found
-
-
-@pytest.mark.slow
-def test_checkpoints_are_loaded_on_other_ranks(tmp_path: Path) -> None:
-    saved, _ = run_ranks(save, 2, str(tmp_path))
-    for ranks, fields in ((4, {}), (1, {"offload": "params"}), (3, {"strategy": "NO_SHARD"})):
-        for model, optim in run_ranks(load, ranks, str(tmp_path), fields):
-            assert_same(model, saved[0])
-            assert_same(optim, saved[1])
-
-
-def whole_tensors_and_meta(rank: int) -> None:
-    """Full and local state, full parameters, and values given after the meta device."""
-    module, optim = trained(rank)
-    whole, _ = state_of(module, optim)
-    with module.unsharded(with_grads=True) as params:
-        for name, param in params.items():
-            assert torch.equal(param.detach(), whole[name]), name
-            param.detach().mul_(2)
-    again = sharded_operator(meta=True, **BOTH)
-    again.init_weights(seed=3)
-    drawn = full_state(again)
-    plain = operator()
-    assert all(drawn[name].isfinite().all() for name, _ in plain.named_parameters())
-    other = sharded_operator(meta=True, strategy="NO_SHARD", **BOTH)
-    other.init_weights(seed=3)
-    assert_same(full_state(other), drawn)
-    again.load_full_state_dict(whole)
-
-    assert_same(full_state(again), whole)
-    assert_same(full_state(module), {name: 2 * value for name, value in whole.items()})
-    module.load_state_dict(again.state_dict())
-    assert_same(full_state(module), whole)
-
-
 def gradients_may_be_conjugates(rank: int) -> None:
     """Those of ignored parameters stay as autograd made them, which clipping and steps take."""
     module = sharded_operator(ignored=r"layers\.0\.spectrum\.mix")
@@ -389,22 +290,17 @@ def gradients_may_be_conjugates(rank: int) -> None:
 
 
 ON_TWO = [
-    as_fully_shard,
     every_optimizer_updates_them,
     clipped_by_magnitudes,
     kept_in_mixed_precision,
     infinities_skip_the_step,
     infinities_are_found,
-    whole_tensors_and_meta,
     gradients_may_be_conjugates,
     predicted_bytes_live,
     compiled,
 ]
-test_quickly_on_two_ranks = on_ranks([*ROWS[:2]], 2)
-test_on_two_ranks = pytest.mark.slow(
-    on_ranks([*ROWS[2:], micro_batches_are_summed, *ON_TWO], 2, timeout=400)
-)
-test_on_four_ranks = pytest.mark.slow(on_ranks([*ROWS, micro_batches_are_summed], 4))
+test_quickly_on_two_ranks = on_ranks([as_fully_shard], 2)
+test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=400))
 
 
 def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:
@@ -423,7 +319,3 @@ def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:
     products = [op_cost(node) for node in plan.program.nodes() if node.target is aten.bmm.default]
     assert {cost.flops for cost in products} == {8 * 2 * 5 * 6 * 6}
     assert {cost.dtype for cost in products} == {torch.float32}
-
-
-def test_on_a_single_rank() -> None:
-    trains_as_one_process(sharded_operator(), 0)
