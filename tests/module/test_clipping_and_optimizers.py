@@ -13,7 +13,6 @@ from loops import OneProcess, compiled, exact, gpt, same_grads, same_params
 from models import Block, Odd, features_of, tokens_of
 from ranks import on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -280,43 +279,6 @@ def options_of_unsharded(rank: int) -> None:
         loss.backward()
 
 
-def every_layout(rank: int) -> None:
-    """Four ranks: replicas, another dim, and replicated beside sharded parameters."""
-    torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(16, 33, bias=False), nn.ReLU(), nn.Linear(33, 16, bias=False))
-    model = nn.Sequential(mlp, Mean())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    mixed = graphshard.ModulePolicy({"0.0": {"placement": 1}, "0.2": {"strategy": "NO_SHARD"}})
-    hybrid = graphshard.SizePolicy(min_num_params=100, strategy="HYBRID_SHARD")
-    for policy, where in ((mixed, None), (hybrid, mesh)):
-        sharded = graphshard.compile(model, policy, mesh=where)
-        reference = OneProcess(
-            model, 4, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4)
-        )
-        optim = torch.optim.AdamW(sharded.full_parameters().values(), lr=1e-2, eps=1e-4)
-        for step in range(2):
-            first, second = (features_of(rank, 2 * step + micro, 16) for micro in range(2))
-            reference.backward(
-                lambda r, step=step: [features_of(r, 2 * step + m, 16) for m in range(2)]
-            )
-            with sharded.no_sync():
-                sharded(*first).backward()
-            sharded(*second).backward()
-            same_grads(sharded, reference.model, exact=False)
-            for p in (1.0, 2.0, float("inf")):
-                theirs = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1e6, p)
-                torch.testing.assert_close(
-                    sharded.clip_grad_norm_(1e6, p), theirs, rtol=1e-6, atol=0
-                )
-            reference.step()
-            with sharded.unsharded(with_grads=True):
-                optim.step()
-            sharded.zero_grad()
-        for name, param in sharded.named_parameters():
-            theirs = reference.model.get_parameter(name)
-            torch.testing.assert_close(full(param), theirs.detach(), rtol=1e-4, atol=1e-6)
-
-
 ON_RANKS = [
     norms_are_one_process_s,
     clips_as_one_process,
@@ -334,7 +296,6 @@ ON_FOUR = [
     clips_as_one_process,
     groups_by_name,
     whole_matrices,
-    every_layout,
 ]
 
 test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
