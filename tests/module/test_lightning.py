@@ -125,18 +125,6 @@ def trains_as_by_hand(rank: int) -> None:
     assert module.seen
 
 
-def starts_from_the_weights_of_rank_0(rank: int) -> None:
-    size = dist.get_world_size()
-    module = Classifier()
-    with torch.no_grad():
-        for param in module.parameters():
-            param.add_(0.1 * rank)
-    policy = graphshard.BlockPolicy({Block}, strategy="NO_SHARD")
-    trainer(shared_folder(), strategy=GraphShardStrategy(policy)).fit(module, data(rank, size))
-    losses, _ = by_hand(rank, size, 1)
-    assert module.losses == losses, "as Lightning's DDP does"
-
-
 def accumulates_and_clips(rank: int) -> None:
     size = dist.get_world_size()
     module = Classifier()
@@ -235,7 +223,6 @@ def loads_only_data_unless_told(rank: int) -> None:
 
 CHECKS = [
     trains_as_by_hand,
-    starts_from_the_weights_of_rank_0,
     accumulates_and_clips,
     trains_in_low_precision,
     resumes_from_a_file,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from models import CASES, Block, Normed, Odd, TiedGPT, features_of, tokens_of
 from ranks import on_ranks
 from state_checks import assert_same, full_state, seeded
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
@@ -124,23 +120,6 @@ def initializes_alike(rank: int) -> None:
     sharded(*features_of(rank, 0, 8)).backward()
 
 
-def travels_through_distributed_checkpoints(rank: int) -> None:
-    """Saved from shards, read into a model from meta."""
-    paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
-    torch.distributed.broadcast_object_list(paths)
-    sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
-    checkpoint.save({"model": sharded.state_dict()}, checkpoint_id=paths[0])
-    with torch.device("meta"):
-        empty = TiedGPT()
-    from_meta = graphshard.compile(empty, BLOCK)
-    checkpoint.load({"model": from_meta.state_dict()}, checkpoint_id=paths[0])  # in place
-    assert_same_in_order(full_state(from_meta), full_state(sharded))
-    from_meta(*tokens_of(rank, 0))
-    torch.distributed.barrier()
-    if rank == 0:
-        shutil.rmtree(paths[0])
-
-
 def notices_replaced_storage(rank: int) -> None:
     sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
     sharded.eval()
@@ -157,29 +136,12 @@ def notices_replaced_storage(rank: int) -> None:
         sharded(*tokens_of(rank, 0))
 
 
-def ties_by_one_rule(rank: int) -> None:
-    for name in ("embed", "head"):
-        sharded = graphshard.compile(seeded(TiedGPT, 0), BLOCK)
-        part = sharded.get_submodule(name)
-        part.weight = nn.Parameter(part.weight.detach() * 2)
-        with pytest.raises(RuntimeStateError, match=r"are one tied parameter, and not all of them"):
-            sharded(*tokens_of(rank, 0))
-        for other in (sharded.embed, sharded.head):
-            other.weight = part.weight
-        model = seeded(TiedGPT, 0).eval()
-        with torch.no_grad():
-            model.head.weight.mul_(2)
-        assert torch.equal(sharded.eval()(*tokens_of(rank, 0)), model(*tokens_of(rank, 0)))
-
-
 ON_TWO = [
     shards_values,
     takes_state_dicts_of_fully_shard,
     takes_the_first_ranks_model,
     initializes_alike,
-    travels_through_distributed_checkpoints,
     notices_replaced_storage,
-    ties_by_one_rule,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)

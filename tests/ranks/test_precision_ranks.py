@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from full_tensors import full, full_grads
-from models import CASES, Block, Case, Normed, TiedGPT, features_of, loss_of, tokens_of
+from models import CASES, Case, Normed, features_of, loss_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -224,17 +224,6 @@ def as_fsdp1(rank: int) -> None:
     same_as_fsdp1(rank, param_dtype=BF16, keep_low_precision_grads=True)
 
 
-def evaluated(rank: int) -> None:
-    model = TiedGPT(1).eval()
-    theirs = by_fsdp2(copy.deepcopy(model), ("Block",), param_dtype=BF16)
-    sharded = compiled(model, {Block}, param_dtype=BF16)
-    with torch.no_grad():
-        loss = sharded(*tokens_of(rank, 0))
-        assert loss.dtype == BF16
-        assert torch.equal(loss, theirs(*tokens_of(rank, 0)))
-    assert next(sharded.parameters()).dtype == F32
-
-
 class Scaled(nn.Module):
     """Rows that leave ranks empty, and a parameter without dimensions, replicated and first."""
 
@@ -317,7 +306,6 @@ ON_TWO = [
     gpt_bf16,
     reduced_low_computed_high,
     accumulated_low_computed_high,
-    evaluated,
     scaled,
     averages_do_not_overflow,
 ]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from capture_models import Net, Pair, Sample, linear
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
@@ -35,13 +34,8 @@ def reparametrized(change: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), change(nn.Linear(6, 6)), nn.Linear(6, 2))
 
 
-def _like_eager(make: Callable[[], nn.Module], read: Callable[[Any], Any] = lambda m: ()) -> None:
-    """Train two steps of equal batches on all ranks, and compare values, gradients and state.
-
-    Args:
-        make: makes the model.
-        read: gives what it left on itself.
-    """
+def _like_eager(make: Callable[[], nn.Module]) -> None:
+    """Train two steps of equal batches on all ranks, and compare values, gradients and state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hooks, and of the weight they assign
         eager = make()
@@ -53,7 +47,7 @@ def _like_eager(make: Callable[[], nn.Module], read: Callable[[Any], Any] = lamb
             results = []
             for module, optim in zip((sharded, eager), optims, strict=True):
                 torch.manual_seed(step)
-                out = take_apart((module(x), read(module)), name="out")[0]
+                out = take_apart(module(x), name="out")[0]
                 optim.zero_grad()
                 sum(t.square().sum() for t in out if t.requires_grad).backward()
                 results.append(out)
@@ -74,29 +68,6 @@ class Reparametrized:
 
     def __call__(self, rank: int) -> None:
         _like_eager(lambda: reparametrized(self.change))
-
-
-def left_tensors(rank: int) -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.a(x).tanh()
-        m.aux, m.pool, m.kept["y"] = y.square().mean(), y.mean(0), y[:, :2]
-        out: Tensor = m.b(y)
-        return out
-
-    def make() -> nn.Module:
-        net: Any = Net(forward, a=linear(6, 6), b=linear(6, 2))
-        net.register_buffer("pool", torch.zeros(6))
-        net.kept = {}
-        return net
-
-    _like_eager(make, lambda m: (m.aux, m.pool, m.kept["y"]))
-
-
-def keyless_classes(rank: int) -> None:
-    def forward(m: Any, x: Tensor) -> Any:
-        return [Sample(m.a(x), Sample(m.b(x))), {"p": Pair(m.a(x), x)}]
-
-    _like_eager(lambda: Net(forward, a=linear(6, 6), b=linear(6, 2)))
 
 
 class Assorted(nn.Module):
@@ -134,8 +105,6 @@ ON_TWO = [
     Reparametrized("orthogonal", parametrizations.orthogonal),
     Reparametrized("parametrization", symmetric),
     Reparametrized("pruning", pruned),
-    left_tensors,
-    keyless_classes,
     unusual_parameters,
 ]
 
