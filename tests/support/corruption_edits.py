@@ -310,10 +310,6 @@ def rounded(program: Program, node: fx.Node) -> fx.Node:
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
-def zeros(program: Program, node: fx.Node) -> fx.Node:
-    return emit(program, node, aten.zeros.default, list(node.meta["val"].shape), like=node)
-
-
 def all_read(make: Make) -> Edit:
     def edit(program: Program, node: fx.Node) -> None:
         readers = list(node.users)

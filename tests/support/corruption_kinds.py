@@ -33,7 +33,6 @@ from graphshard.program.ops import (
     to_host,
     wait,
 )
-from graphshard.program.program import RECOMPUTED
 
 HARMLESS = "harmless"
 
@@ -85,7 +84,6 @@ ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
-DROPOUT = aten.native_dropout.default
 constants = at.entries("buffers", lambda entry: entry.constant)
 
 # Edits of several rows.
@@ -94,7 +92,7 @@ of_param = partial(do.field, "params")
 flipped = do.argument(lambda flag: not flag)
 halved = do.keyword("ranks", lambda node, ranks: ranks // 2)
 other_form = do.keyword("of", do.other_form)
-twice, half = do.through(aten.mul.Tensor, 2), do.through(aten.div.Tensor, 2)
+twice = do.through(aten.mul.Tensor, 2)
 negative = do.through(aten.neg.default)
 
 
@@ -457,9 +455,6 @@ KINDS: tuple[Kind, ...] = (
     *made_at(
         at.gradients,
         ("a gradient doubled", do.one_reads(twice), _GRADIENTS),
-        ("a gradient negated", do.one_reads(negative), _GRADIENTS),
-        ("a gradient divided by the ranks", do.one_reads(half), _GRADIENTS),
-        ("a gradient of zeros", do.one_reads(do.zeros), _GRADIENTS),
         ("a gradient rounded", do.one_reads(do.rounded), _GRADIENTS),
     ),
     Kind(
@@ -615,8 +610,6 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("masks read for each other", at.exchangeable(at.masks), do.exchanged),
     Kind("a draw dropped", at.dropouts, do.draw_dropped, "metadata, same values"),
-    Kind("another probability", at.named("p", DROPOUT), do.argument(lambda p: p / 2)),
-    Kind("a draw said not to train", at.named("train", DROPOUT), flipped),
     Kind("states of two repeated draws exchanged", at.pairs_of(at.replays), do.swapped("args")),
     Kind("a state put back before the draw", at.replays, do.put_back_at_once),
     *made_at(
@@ -640,11 +633,6 @@ KINDS: tuple[Kind, ...] = (
         do.keyword("device", lambda *_: "cuda"),
         "random states",
     ),
-    Kind(
-        "another mask's scale in recomputation",
-        at.recomputed_scales,
-        do.argument(lambda scale: scale * 2),
-    ),
     # -- compute -----------------------------------------------------------------------------------
     *made_by(
         do.reads_another,
@@ -653,16 +641,10 @@ KINDS: tuple[Kind, ...] = (
             at.other_operands,
             "lifetimes, releases, same values, unchanged",
         ),
-        (
-            "a recomputed operand exchanged for another",
-            at.where(at.other_operands, lambda place: RECOMPUTED in place[0].meta),
-            "releases, same values, unchanged",
-        ),
         ("another size", at.size_uses, "same values, unchanged"),
     ),
     Kind("operands reversed", at.noncommutative, do.operands_reversed),
     Kind("a sum as a difference", calls(aten.add.Tensor), do.other_op(aten.sub.Tensor)),
-    Kind("a product as a quotient", calls(aten.mul.Tensor), do.other_op(aten.div.Tensor)),
     Kind("an operator bypassed", at.bypassable, do.bypassed, "scales, same values"),
     *made_at(
         at.read_floats,
@@ -679,18 +661,7 @@ KINDS: tuple[Kind, ...] = (
         do.argument(lambda value: [*value[1:], value[0]]),
         "reduces, same values",
     ),
-    Kind(
-        "another eps",
-        at.named("eps", aten.native_layer_norm.default),
-        do.argument(lambda eps: eps * 10),
-    ),
     Kind("another causal flag", at.named("is_causal", *ATTENTION), flipped),
-    Kind(
-        "another dropout of attention",
-        at.named("dropout_p", *ATTENTION),
-        do.argument(lambda p: 0.5),
-    ),
-    Kind("another alpha", at.named("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)),
     Kind("another result picked", at.picked, do.next_picked),
     Kind("computed again in backward differently", at.recomputed, do.all_read(negative)),
     Kind(

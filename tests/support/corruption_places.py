@@ -378,12 +378,6 @@ def named(name: str, *targets: Any) -> Places:
     return lambda program: [(node, name) for node in calls(*targets)(program)]
 
 
-def recomputed_scales(program: Program) -> list[Place]:
-    """(dropout applied again in backward, index of its scale)."""
-    again = where(calls(aten.native_dropout_backward.default), lambda n: RECOMPUTED in n.meta)
-    return [(node, 2) for node in again(program)]
-
-
 def size_reads(program: Program) -> list[Place]:
     """(node that takes a size of a tensor, index of the dim)."""
     return [(node, 1) for node in calls(aten.sym_size.int)(program) if node.args[1] in (0, 1)]
