@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import is_made_up
 from torch import Tensor
 
 pytestmark = pytest.mark.cuda
@@ -14,26 +13,6 @@ pytestmark = pytest.mark.cuda
 def heads(dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     return [torch.randn(2, 3, 10, 16).to(dtype) for _ in range(4)]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_and_gradients(dtype: torch.dtype, causal: bool, masked: bool) -> None:
-    if causal and masked:
-        pytest.skip("a call has one or the other")
-    *given, grad = heads(dtype)
-    bias = torch.randn(2, 3, 10, 10).to(dtype) if masked else None
-    results = []
-    for device in ("cpu", "cuda"):
-        q, k, v = (x.detach().to(device).requires_grad_() for x in given)
-        mask = None if bias is None else bias.to(device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-        out.backward(grad.to(device))
-        results.append([x.detach().cpu() for x in (out, q.grad, k.grad, v.grad)])
-    for expected, found in zip(*results, strict=True):
-        bar = 0.0 if is_made_up() else 2e-2
-        assert float((found - expected).abs().max()) <= bar
 
 
 @pytest.mark.parametrize("causal", [False, True])

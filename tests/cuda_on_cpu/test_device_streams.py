@@ -45,21 +45,6 @@ def slow_fill(x: Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
     return stream.record_event()
 
 
-def test_streams_run_in_order_and_apart() -> None:
-    x, y, (slow, other) = ones(), ones(), (torch.cuda.Stream(), torch.cuda.Stream())
-    late = slow_fill(x, slow)
-    with torch.cuda.stream(slow):
-        x.mul_(3.0)
-    with torch.cuda.stream(other):
-        y.mul_(5.0)
-    other.synchronize()
-    assert not late.query()
-    assert not slow.query()
-    assert y.eq(5.0).all()  # on the default stream, which waits for neither: they are non-blocking
-    slow.synchronize()
-    assert x.eq(6.0).all()
-
-
 def test_a_stream_waits_for_an_event_and_the_host_does_not() -> None:
     x, (slow, other) = ones(), (torch.cuda.Stream(), torch.cuda.Stream())
     other.wait_event(slow_fill(x, slow))
@@ -119,23 +104,6 @@ def test_an_event_stands_for_its_last_record() -> None:
     slow.synchronize()
 
 
-def test_elapsed_time() -> None:
-    first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    torch.cuda._sleep(LONG)
-    second.record()
-    torch.cuda.synchronize()
-    assert first.elapsed_time(second) > 20.0
-
-
-def test_memory_is_reused_at_once_by_the_stream_that_gave_it_back() -> None:
-    x = torch.empty(1 << 20, device="cuda")
-    address = x.data_ptr()
-    del x
-    y = torch.empty(1 << 20, device="cuda")
-    assert y.data_ptr() == address
-
-
 @pytest.mark.usefixtures("unreported")
 @pytest.mark.parametrize("recorded", [True, False])
 def test_memory_that_another_stream_still_reads(recorded: bool) -> None:
@@ -186,14 +154,6 @@ def test_a_copy_to_pinned_memory_needs_a_wait() -> None:
     assert host.eq(0.0).all()
     torch.cuda.synchronize()
     assert host.eq(1.0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_copies_convert(dtype: torch.dtype) -> None:
-    x = torch.arange(12.0).view(3, 4)
-    there = x.cuda().t().to(dtype)
-    assert torch.equal(there.cpu(), x.t().to(dtype))
-    assert torch.equal(there.float().cpu(), x.t())
 
 
 def test_draws_are_those_of_seed_and_offset() -> None:

@@ -22,12 +22,12 @@ from torch import Tensor
 import graphshard
 from examples.gpt import Block
 from graphshard.passes import offload_activations
-from graphshard.runtime import cuda_graphs, gather, step, streams
+from graphshard.runtime import cuda_graphs, gather, step
 from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.cuda_graphs import _CapturedGraph
 from graphshard.runtime.gather import AllGather
 from graphshard.runtime.reduce import AllReduce, ReduceScatterByReduce
-from graphshard.runtime.streams import Copy, Launched, SideStream, copy_stream
+from graphshard.runtime.streams import Copy, Launched, SideStream
 from graphshard.runtime.tickets import Tickets
 
 pytestmark = pytest.mark.cuda
@@ -39,7 +39,6 @@ FULL: dict[str, Any] = {}
 OVERLAP: dict[str, Any] = {"schedule": "overlap"}
 BF16 = {**OVERLAP, "mixed_precision": graphshard.MixedPrecision(torch.bfloat16)}
 REPLICAS = {"strategy": "NO_SHARD"}
-RESIDENT = {"strategy": "SHARD_OPTIMIZER"}
 OFFLOAD = {**OVERLAP, "offload": ("params", "activations")}
 GRAPHS = {"cuda_graph": True}
 
@@ -51,26 +50,14 @@ def compute_does_not_wait(put: Put, rank: int) -> None:
     put(Launched, "join", lambda self: None)
 
 
-def another_stream_waits(put: Put, rank: int) -> None:
-    def join(self: Launched) -> None:
-        torch.cuda.Stream(self.compute.device).wait_event(self.event)
-
-    put(Launched, "join", join)
-
-
 def a_launch_does_not_wait(put: Put, rank: int) -> None:
-    put(SideStream, "launch", partial_launch(lambda self, compute: None))
+    def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
+        with self.cuda.stream(self.stream):
+            work(*args)
+        compute = self.cuda.current_stream(self.device)
+        return Launched(self.stream.record_event(), compute, self.cuda)
 
-
-def a_launch_waits_for_what_was_queued_before(put: Put, rank: int) -> None:
-    last: dict[SideStream, Any] = {}
-
-    def wait(self: SideStream, compute: Any) -> None:
-        if self in last:
-            self.stream.wait_event(last[self])
-        last[self] = compute.record_event()
-
-    put(SideStream, "launch", partial_launch(wait))
+    put(SideStream, "launch", launch)
 
 
 def an_event_is_recorded_before_the_launch(put: Put, rank: int) -> None:
@@ -85,30 +72,8 @@ def an_event_is_recorded_before_the_launch(put: Put, rank: int) -> None:
     put(SideStream, "launch", launch)
 
 
-def an_event_is_recorded_on_compute(put: Put, rank: int) -> None:
-    def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
-        compute = self.cuda.current_stream(self.device)
-        self.stream.wait_stream(compute)
-        with self.cuda.stream(self.stream):
-            work(*args)
-        return Launched(compute.record_event(), compute, self.cuda)
-
-    put(SideStream, "launch", launch)
-
-
 def a_stream_does_not_follow_another(put: Put, rank: int) -> None:
     put(SideStream, "follow", lambda self, launched: None)
-
-
-def partial_launch(wait: Callable[[SideStream, Any], None]) -> Callable[..., Launched]:
-    def launch(self: SideStream, work: Callable[..., Any], *args: Any) -> Launched:
-        compute = self.cuda.current_stream(self.device)
-        wait(self, compute)
-        with self.cuda.stream(self.stream):
-            work(*args)
-        return Launched(self.stream.record_event(), compute, self.cuda)
-
-    return launch
 
 
 # -- collectives ---------------------------------------------------------------------------------
@@ -124,18 +89,6 @@ def nobody_waits_for(cls: type[BoundCollective], put: Put, rank: int) -> None:
 
     kept: list[Any] = []
     put(cls, "wait", at_once)
-
-
-def results_are_copied_before_the_wait(put: Put, rank: int) -> None:
-    def wait(self: AllGather, pending: Any) -> Any:
-        results = self.results(pending)
-        if pending.launched is not None:
-            pending.launched.join()
-            pending.launched = None
-        pending.arriving = []
-        return results
-
-    put(AllGather, "wait", wait)
 
 
 def operands_are_given_back_at_the_launch(cls: Any, put: Put, rank: int) -> None:
@@ -167,28 +120,6 @@ def shards_are_cast_behind_the_launch(put: Put, rank: int) -> None:
     put(gather, "_copy_and_launch", launch_and_copy)
 
 
-def two_launches_change_places(put: Put, rank: int) -> None:
-    """On one rank, where both have started before either is waited for."""
-    start, wait = BoundCollective.start, BoundCollective.wait
-    held: list[Any] = []
-
-    def late(self: BoundCollective, pending: Any, launch: Any, *args: Any) -> None:
-        if rank == 1 and self.op == "all_gather" and not held:
-            held.append(partial(start, self, pending, launch, *args))
-            return
-        start(self, pending, launch, *args)
-        while held:
-            held.pop()()
-
-    def waits(self: BoundCollective, pending: Any) -> Any:
-        while held:
-            held.pop()()
-        return wait(self, pending)
-
-    put(BoundCollective, "start", late)
-    put(BoundCollective, "wait", waits)
-
-
 def a_rank_leaves_out(cls: type[BoundCollective], put: Put, rank: int) -> None:
     start, count = cls.start, [0]
 
@@ -214,20 +145,6 @@ def a_copy_arrives_unwaited_for(put: Put, rank: int) -> None:
     put(Copy, "arrive", arrive)
 
 
-def no_event_behind_copies(direction: str, put: Put, rank: int) -> None:
-    copy = streams._copy
-    kept: list[Any] = []
-
-    def unwatched(new: Tensor, source: Tensor, device: torch.device, way: str) -> Any:
-        launched = copy(new, source, device, way)
-        if way != direction:
-            return launched
-        kept.append(launched)
-        return None
-
-    put(streams, "_copy", unwatched)
-
-
 def a_source_is_given_back_at_once(put: Put, rank: int) -> None:
     make = Copy.__init__
 
@@ -242,30 +159,12 @@ def the_host_does_not_wait_for_copies(put: Put, rank: int) -> None:
     put(step, "wait_for_copies", lambda device: None)
 
 
-def the_host_waits_for_copies_in_alone(put: Put, rank: int) -> None:
-    put(step, "wait_for_copies", lambda device: copy_stream(device, "in").synchronize())
-
-
 # -- CUDA graphs ---------------------------------------------------------------------------------
 
 
 def a_replay_reads_the_first_inputs(put: Put, rank: int) -> None:
     def replay(self: _CapturedGraph, copied: Any) -> Any:
         self.graph.replay()
-        return self.results
-
-    put(_CapturedGraph, "replay_with", replay)
-
-
-def a_replay_does_not_wait_for_its_inputs(put: Put, rank: int) -> None:
-    def replay(self: _CapturedGraph, copied: Any) -> Any:
-        for static, value in zip(self.static, copied, strict=True):
-            if isinstance(static, Tensor):
-                static.copy_(value)
-        apart = torch.cuda.Stream()
-        with torch.cuda.stream(apart):
-            self.graph.replay()
-        torch.cuda.current_stream().wait_stream(apart)
         return self.results
 
     put(_CapturedGraph, "replay_with", replay)
@@ -297,51 +196,34 @@ class Fault:
 
 FAULTS = {
     "no wait": Fault(compute_does_not_wait),
-    "no wait, replicas": Fault(compute_does_not_wait, REPLICAS),
-    "no wait, residents": Fault(compute_does_not_wait, RESIDENT),
     "no wait, bf16": Fault(compute_does_not_wait, BF16),
-    "another stream waits": Fault(another_stream_waits, OVERLAP),
     "a launch at once": Fault(a_launch_does_not_wait),
-    "a launch at once, replicas": Fault(a_launch_does_not_wait, REPLICAS),
-    "a launch at once, residents": Fault(a_launch_does_not_wait, RESIDENT),
-    "a launch at once, bf16": Fault(a_launch_does_not_wait, BF16),
-    "a launch behind an old event": Fault(a_launch_waits_for_what_was_queued_before),
     "an event too early": Fault(an_event_is_recorded_before_the_launch),
-    "an event too early, offload": Fault(an_event_is_recorded_before_the_launch, OFFLOAD),
-    "an event on compute": Fault(an_event_is_recorded_on_compute),
     "no wait for a gather": Fault(partial(nobody_waits_for, AllGather), OVERLAP),
     "no wait for a reduce": Fault(partial(nobody_waits_for, ReduceScatterByReduce)),
     "no wait for an all_reduce": Fault(partial(nobody_waits_for, AllReduce), REPLICAS),
-    "results before the wait": Fault(results_are_copied_before_the_wait),
     "operands of gathers": Fault(partial(operands_are_given_back_at_the_launch, AllGather), BF16),
     "operands of reduces": Fault(
         partial(operands_are_given_back_at_the_launch, ReduceScatterByReduce)
     ),
     "casts behind the launch": Fault(shards_are_cast_behind_the_launch, BF16),
-    "launches that change places": Fault(two_launches_change_places, OVERLAP),
     "a gather left out": Fault(partial(a_rank_leaves_out, AllGather)),
     "a reduce left out": Fault(partial(a_rank_leaves_out, ReduceScatterByReduce)),
     "streams side by side": Fault(a_stream_does_not_follow_another, OFFLOAD),
     "copies arrive unwaited for": Fault(a_copy_arrives_unwaited_for, OFFLOAD),
-    "no event behind copies in": Fault(partial(no_event_behind_copies, "in"), OFFLOAD),
-    "no event behind copies out": Fault(partial(no_event_behind_copies, "out"), OFFLOAD),
     "sources of copies": Fault(a_source_is_given_back_at_once, OFFLOAD),
     "the host does not wait": Fault(the_host_does_not_wait_for_copies, OFFLOAD),
-    "the host waits for one way": Fault(the_host_waits_for_copies_in_alone, OFFLOAD),
     "graphs: old inputs": Fault(a_replay_reads_the_first_inputs, GRAPHS),
-    "graphs: inputs too late": Fault(a_replay_does_not_wait_for_its_inputs, GRAPHS),
     "graphs: no wait": Fault(nobody_waits_for_a_replay, GRAPHS),
     "graphs: results in place": Fault(results_are_not_copied_out, GRAPHS),
 }
 
 
-DELAYED = ("the host does not wait", "the host waits for one way")
+DELAYED = ("the host does not wait",)
 """Faults that are seen where streams are slow."""
 BREAKING = (
-    "launches that change places",
     "a gather left out",
     "a reduce left out",
-    "graphs: inputs too late",
     "graphs: no wait",
 )
 """Faults by which one rank ends, or ranks wait for each other."""
