@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 import torch
 from paths import EXAMPLES
-from simulations import simulate
 
 import graphshard
-from graphshard.errors import CostError
 
 # -- the browser -----------------------------------------------------------------------------------
 
@@ -308,14 +306,6 @@ def test_what_is_drawn_is_the_estimate(page: Page, written: tuple[Any, Path]) ->
     assert compute == pytest.approx(estimate.step_seconds, rel=1e-9)
 
 
-def test_who_is_alive_is_who_the_estimate_holds(page: Page, written: tuple[Any, Path]) -> None:
-    estimate, _ = written
-    for point in estimate.memory.points:
-        sizes = page.run(f"{R}.holdersAt({point.place}).map((row) => row.bytes)")
-        last = [p for p in estimate.memory.points if p.place == point.place][-1]
-        assert sum(sizes) == last.bytes
-
-
 def test_the_cursor_leads_everywhere(page: Page) -> None:
     page.click("#verdict a")
     peak = page.run(f"{R}.data.estimate.memory.place[{R}.data.estimate.memory.peak]")
@@ -339,18 +329,6 @@ def test_the_cursor_leads_everywhere(page: Page) -> None:
     page.key("Escape")
     page.move("#gs-step", 0.15, 0.12)
     page.wait_for(f"{R}.here() < {place}")
-
-
-def test_hovering_names_what_is_there(page: Page) -> None:
-    spans = page.run(f"{R}.source('step', 'spans').tip")
-    assert any("module blocks.0" in tip and "gpt.py:" in tip for tip in spans)
-    page.move("#gs-step", 0.3, 0.12)
-    page.wait_for(
-        "(() => { const inside = (root) => [...root.querySelectorAll('*')].some((e) =>"
-        "e.shadowRoot && (e.shadowRoot.textContent.includes('alive when it begins') ||"
-        "inside(e.shadowRoot))); return inside(document); })()",
-        20,
-    )
 
 
 def test_one_zoom_for_both(page: Page) -> None:
@@ -482,13 +460,6 @@ def test_without_what_it_needs_it_shows_text(written: tuple[Any, Path], tmp_path
         assert "estimate of GPT" in text(opened, "#text")
 
 
-def test_a_small_program_is_drawn_too(tmp_path: Path) -> None:
-    simulate(recompute="units").report(tmp_path / "r.html")
-    with Page(tmp_path / "r.html", tmp_path / "profile") as opened:
-        opened.wait_for(READY)
-        assert opened.errors == []
-
-
 def test_llama_70b_opens_in_two_seconds(tmp_path: Path) -> None:
     """Seconds of the page's own thread, as the processor may be at work for others, too."""
     transformers = pytest.importorskip("transformers")
@@ -525,8 +496,3 @@ def test_llama_70b_opens_in_two_seconds(tmp_path: Path) -> None:
         f"{path.stat().st_size:,} bytes, ready after {passed:.2f} s, {busy:.2f} s of them at work"
     )
     assert busy < 2
-
-
-def test_a_trace_of_another_program_is_refused(written: tuple[Any, Path], tmp_path: Path) -> None:
-    with pytest.raises(CostError, match="another program"):
-        simulate().report(tmp_path / "r.html", trace=written[1].parent / "trace.json")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from ranks import error_of, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import graphshard
@@ -241,14 +240,6 @@ def wrong_gradients(rank: int) -> None:
         wrong_gradient(rank, **fields)
 
 
-def wrong_gradients_of_replicas(rank: int) -> None:
-    wrong_gradient(
-        rank,
-        strategy="HYBRID_SHARD",
-        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-    )
-
-
 def in_backward(rank: int) -> None:
     """A gradient that overflows on one rank is told with the line of its forward."""
     sharded = sharded_of()
@@ -336,5 +327,4 @@ ON_TWO_SLOWLY = [
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
-test_on_four_ranks = pytest.mark.slow(on_ranks([wrong_gradients_of_replicas], 4))
 test_more_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO_SLOWLY, 2, timeout=300.0))

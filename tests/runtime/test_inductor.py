@@ -66,22 +66,6 @@ def by_torch(monkeypatch, change=lambda graph, run: run) -> list[Any]:
     return made
 
 
-@pytest.mark.slow
-def test_trains_as_eager_and_draws_the_same_numbers(caplog):
-    caplog.set_level("INFO", "graphshard")
-    torch.manual_seed(0)
-    model = TiedGPT(3)  # with dropout
-    expected, _ = trained(model, "eager")
-    found, sharded = trained(model, "inductor")
-    close(expected, found)
-    train, evaluated = (program.regions for program in sharded.programs)
-    assert train.distinct <= 8
-    assert not train.fell_back
-    assert not evaluated.fell_back
-    assert "graphshard_region_2(" in "".join(half.code for half in sharded.lowered)
-    assert "kernels one by one" not in caplog.text
-
-
 class Draws(nn.Module):
     """Numbers that each of `draws` makes for a value, and numbers drawn after them."""
 

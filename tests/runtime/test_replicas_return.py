@@ -127,89 +127,15 @@ def state_of(sharded: graphshard.ShardedModule, optim: torch.optim.Optimizer) ->
     return {"weights": dict(sharded.local_state_dict()), "moments": moments}
 
 
-# -- jobs -----------------------------------------------------------------------------------------
-
-
-class Jobs:
-    """Averages over replicas that are jobs of their own, through a Store."""
-
-    def __init__(self, folder: Path, replica: int) -> None:
-        file = str(folder / "outer")
-        self.store = dist.FileStore(file)
-        self.replica, self.members, self.call = replica, {0, 1}, 0
-        self.died_in: int | None = None
-
-    def average(self, flat: Tensor) -> None:
-        if self.members == {self.replica}:
-            return
-        name = f"average {self.call}"
-        self.call += 1
-        if self.call - 1 == self.died_in:
-            die()
-        self.store.set(f"{name} of {self.replica}", flat.numpy().tobytes())
-        keys = [f"{name} of {member}" for member in sorted(self.members)]
-        deadline = time.monotonic() + (5.0 if self.call > 1 else 60.0)  # while the other starts
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                self.members = {self.replica}
-                raise RuntimeError("the other replica is gone")
-            time.sleep(0.002)
-        parts = [torch.frombuffer(bytearray(self.store.get(k)), dtype=flat.dtype) for k in keys]
-        flat.copy_(torch.stack(parts).mean(0))
-
-    def let_join(self, state: Any) -> None:
-        """Let a replica that waits go on from `state`."""
-        self.members, self.call = {0, 1}, 1000
-        torch.save(state, Path(self.store.path).parent / "part")
-        (Path(self.store.path).parent / "part").rename(Path(self.store.path).parent / "state")
-
-
-def as_jobs(folder: Path, replica: int, life: int) -> dict[str, Any]:
-    jobs = Jobs(folder, replica)
-    sharded = graphshard.compile(model(), POLICY, replica_all_reduce=jobs.average)
-    optim = adamw(sharded)
-    step, failed, alone, losses = 0, 0, [], {}
-    if life:
-        (folder / "knock").touch()
-        wait_for(folder / "state")
-        weights, moments, step = torch.load(folder / "state")
-        sharded.load_local_state_dict(weights)
-        sharded.load_optimizer_state_dict(optim, moments, kind="local")
-        jobs.call = 1000
-    while step < STEPS:
-        if jobs.members == {replica} and step == DEATH + 2:
-            wait_for(folder / "knock")
-            moments = sharded.optimizer_state_dict(optim, kind="local")
-            jobs.let_join((dict(sharded.local_state_dict()), moments, step))
-        if not life and replica == 1 and step == DEATH:
-            jobs.died_in = jobs.call + 1  # the first unit of this step was averaged
-        loss = forward(sharded, replica, step)
-        try:
-            loss.backward()
-        except CollectiveError:
-            failed += 1
-            optim.zero_grad()
-            continue
-        if jobs.members == {replica}:
-            alone.append(step)
-        optim.step()
-        optim.zero_grad()
-        losses[step] = loss.item()
-        step += 1
-    return {"losses": losses, "failed": failed, "alone": alone, **state_of(sharded, optim)}
-
-
 def main() -> None:
-    """Run one process: mesh FOLDER RANK LIFE, or jobs FOLDER REPLICA LIFE.
+    """Run one of four ranks as 2 x 2: FOLDER RANK LIFE.
 
-    "mesh" is four ranks as 2 x 2, of which replica 1 dies at step 3; "jobs" is two jobs of one
-    rank, which a function averages over. LIFE counts the starts of a process. The losses and the
-    final state are written to a file.
+    Replica 1 dies at step 3. LIFE counts the starts of a process, which writes its losses and its
+    final state to a file.
     """
-    mode, folder, number, life = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    folder, number, life = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    run = {"mesh": on_a_mesh, "jobs": as_jobs}[mode]
-    result = run(folder, number, life)
+    result = on_a_mesh(folder, number, life)
     torch.save(result, folder / f"result {number}")
     os._exit(0)  # Gloo may abort while the interpreter ends
 
@@ -220,15 +146,15 @@ def main() -> None:
 class Ranks:
     """Processes of `main`."""
 
-    def __init__(self, mode: str, folder: Path) -> None:
-        self.mode, self.folder = mode, folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.processes: dict[tuple[int, int], subprocess.Popen[bytes]] = {}
 
     def start(self, *numbers: int, life: int) -> None:
         path = f"{ROOT}{os.pathsep}{SUPPORT}"
         for number in numbers:
             with (self.folder / f"log {number} {life}").open("w") as log:
-                command = [self.mode, str(self.folder), str(number), str(life)]
+                command = [str(self.folder), str(number), str(life)]
                 self.processes[number, life] = subprocess.Popen(
                     [sys.executable, __file__, *command],
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -247,8 +173,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks(mode: str, folder: Path) -> Iterator[Ranks]:
-    started = Ranks(mode, folder)
+def ranks(folder: Path) -> Iterator[Ranks]:
+    started = Ranks(folder)
     try:
         yield started
     finally:
@@ -270,7 +196,7 @@ def test_ranks_go_on_with_new_process_groups_to_the_same_bits(tmp_path: Path) ->
     for name in ("undisturbed", "killed"):
         folder = tmp_path / name
         folder.mkdir()
-        with ranks("mesh", folder) as group:
+        with ranks(folder) as group:
             if name == "killed":
                 (folder / "kill").touch()
             group.start(0, 1, 2, 3, life=0)
@@ -286,32 +212,6 @@ def test_ranks_go_on_with_new_process_groups_to_the_same_bits(tmp_path: Path) ->
         lived = range(STEPS) if rank < 2 else range(DEATH, STEPS)
         assert after["losses"] == {step: before["losses"][step] for step in lived}
         same_state(before, after)
-
-
-@pytest.mark.slow
-def test_a_function_averages_over_jobs_of_which_one_comes_back(tmp_path: Path) -> None:
-    with ranks("jobs", tmp_path) as group:
-        group.start(0, 1, life=0)
-        group.wait(1, life=0, code=-signal.SIGKILL)
-        group.start(1, life=1)
-        group.wait(0, life=0)
-        group.wait(1, life=1)
-        first, second = group.results(2)
-    same_state(first, second)
-    alone = [DEATH, DEATH + 1]
-    assert (first["alone"], second["alone"]) == (alone, [])
-    assert first["failed"] == 1
-    assert sorted(second["losses"]) == list(range(alone[-1] + 1, STEPS))
-
-    plain = model()
-    optim = adamw(plain)
-    for step in range(STEPS):
-        members = [0] if step in alone else [0, 1]
-        losses = [forward(plain, member, step) for member in members]
-        torch.stack(losses).mean().backward()
-        optim.step()
-        optim.zero_grad()
-        assert first["losses"][step] == pytest.approx(losses[0].item(), abs=1e-5)
 
 
 def halved(calls: list[int]) -> Any:
