@@ -1,6 +1,6 @@
 """Files that somebody changed, read by graphshard: refused, or read as what they say.
 
-`PYTHONPATH=. python tests/support/strangers.py --count 500` reads 500 changed files of each kind
+`PYTHONPATH=. python tests/state/strangers.py --count 500` reads 500 changed files of each kind
 and prints the outcomes.
 """
 
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from mutations import mutate
-from paths import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -319,7 +318,7 @@ def run_apart(name: str, first: int, count: int) -> dict[str, int]:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     if done.returncode:
         raise BrokenPromiseError(f"{name} ended with {done.returncode}: {done.stderr[-3000:]}")

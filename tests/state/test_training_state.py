@@ -278,6 +278,8 @@ def test_what_a_load_could_not_restore_is_not_saved(
     assert extra == {"x": 1}
     with pytest.raises(CheckpointError, match="keys of extra must be names; got 3"):
         module.save_checkpoint(tmp_path, extra={3: value})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"save_checkpoint\(\) got an unexpected keyword"):
+        module.save_checkpoint(tmp_path, extras={})  # type: ignore[call-arg]
 
 
 CLASHES: list[dict[str, Any]] = [

@@ -662,6 +662,7 @@ KINDS: tuple[Kind, ...] = (
         "reduces, same values",
     ),
     Kind("another causal flag", at.named("is_causal", *ATTENTION), flipped),
+    Kind("another alpha", at.named("alpha", aten.add.Tensor), do.argument(lambda alpha: 2)),
     Kind("another result picked", at.picked, do.next_picked),
     Kind("computed again in backward differently", at.recomputed, do.all_read(negative)),
     Kind(

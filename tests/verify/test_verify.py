@@ -122,6 +122,10 @@ double_free = at("layers_1_free", do.repeated_behind)
 swapped_gradients = in_tables(do.result("grads", do.swap), (0, 7))
 wrong_shape = at("layers_1_up_weight_full", do.meta("val", lambda val: val.new_empty((3, WIDTH))))
 no_such_result = at("layers_1_up_weight_full", do.argument(lambda index: 7), 1)
+gather_of_unknown = at(
+    "layers_1_all_gather",
+    do.keyword("params", lambda *_: ("layers.1.up.weight", "nothing")),
+)
 gather_without_params = at("layers_1_all_gather", do.keyword("params", lambda *_: None))
 read_before_made = at("layers_1_all_gather", do.below_its_readers)
 no_phase = at("layers_1_full", do.meta("phase", lambda phase: "sideways"))
@@ -149,6 +153,7 @@ BREAKS: dict[Break, tuple[str, str]] = {
     shard_read_as_full: ("shards", "the shard of 'layers.1.up.weight'"),
     full_placeholder: ("shards", "'layers.1.up.weight' enters as"),
     foreign_shard: ("gathers", "is not the shard of 'layers.1.up.weight'"),
+    gather_of_unknown: ("operands", "the program has no parameter 'nothing'"),
     gather_without_params: ("operands", "must say its unit and its params"),
     forward_reads_backward: ("phases", "it is in forward and reads %tangent_0"),
     read_before_made: ("metadata", "%layers_1_all_gather, which stands below it"),
