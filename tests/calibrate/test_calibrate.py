@@ -59,21 +59,6 @@ def test_a_line_is_found_under_noise(call, tensor, byte, noise):
         assert told(found, row) == pytest.approx(value, rel=0.05)
 
 
-@pytest.mark.parametrize("late", range(len(ROWS)))
-def test_one_disturbed_point_bends_a_line_little(late):
-    exact = [told((2e-4, 1e-5, 1e-9), row) for row in ROWS]
-    seconds = [3 * value if index == late else value for index, value in enumerate(exact)]
-    found = fit_line(ROWS, seconds)
-    for row, value in zip(ROWS, exact, strict=True):
-        assert told(found, row) == pytest.approx(value, rel=0.2)
-
-
-def test_what_would_be_negative_is_zero():
-    assert fit_line([(1.0, s) for s in (1, 2, 4)], [0.9, 2.0, 4.2]) == pytest.approx(
-        (0.0, 1.0), abs=0.05
-    )
-
-
 class Moved(NamedTuple):
     """What a timed collective says of itself."""
 
@@ -200,12 +185,6 @@ def test_rounds_end_when_times_agree_or_at_the_cap():
     assert [len(t.rounds) for t in measure(works, Watch(CPU), Alone(), restless)] == [6, 6]
     late = Effort(least=3, most=6, spread=-1.0, piece=0.0, budget=0.0)
     assert [len(t.rounds) for t in measure(works, Watch(CPU), Alone(), late)] == [3, 3]
-
-
-def test_a_timing_is_its_median():
-    timing = Timing([1.0, 1.0, 1.0, 9.0, 1.1])
-    assert timing.seconds == 1.0
-    assert timing.spread == pytest.approx(0.1)
 
 
 def test_shots_count_as_op_cost_does():

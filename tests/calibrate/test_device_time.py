@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 import graphshard
-from graphshard.calibrate.bench import Beside, CudaBench, HostBench, bench_for
+from graphshard.calibrate.bench import Beside, CudaBench, HostBench
 from graphshard.calibrate.device_time import (
     MOST_RUNS,
     DeviceWatch,
@@ -29,7 +29,7 @@ from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import calibrate
 from graphshard.cli.calibrate import report
 from graphshard.hardware.hardware import Hardware
-from graphshard.runtime.measure import Effort, measure
+from graphshard.runtime.measure import Effort
 
 # -- a device of numbers ---------------------------------------------------------------------------
 
@@ -244,14 +244,6 @@ def test_it_is_warm_only_once_times_are_steady() -> None:
     assert cuda.worked > 1.0
 
 
-def test_steady_from_the_start_it_still_works_for_a_second() -> None:
-    cuda = FakeCuda(megahertz=None)
-    warmth = warmed_up(Timed(cuda, itertools.repeat(2e-3)), CPU, cuda)
-    assert warmth.steady
-    assert warmth.megahertz is None
-    assert 1.0 <= cuda.worked < 1.4
-
-
 def test_what_is_never_steady_ends_and_says_so() -> None:
     cuda = FakeCuda()
     restless = itertools.cycle([1e-3] * 64 + [2e-3] * 64)
@@ -260,12 +252,6 @@ def test_what_is_never_steady_ends_and_says_so() -> None:
     assert cuda.worked == pytest.approx(3.0, rel=0.1)
     tiny = warmed_up(Timed(cuda, itertools.repeat(1e-3)), CPU, cuda, least=0.0, most=1e-3)
     assert (len(tiny.batches), tiny.steady) == (1, False)
-
-
-def test_the_driver_need_not_tell() -> None:
-    assert l2_bytes(CPU, FakeCuda(l2=0)) == 64 << 20
-    assert l2_bytes(CPU, FakeCuda(l2=50 << 20)) == 50 << 20
-    assert sm_megahertz(CPU, FakeCuda(megahertz=None)) is None
 
 
 # -- the stopwatch ---------------------------------------------------------------------------------
@@ -306,14 +292,6 @@ def test_ranks_begin_together_and_time_as_often_as_each_other() -> None:
     assert work.runs == [1, 20]
 
 
-def test_a_timing_has_no_more_runs_than_sets_of_operands() -> None:
-    cuda = FakeCuda()
-    work = Work(cuda, 1e-6)
-    (timing,) = measure([work], watch_of(cuda), Alone(), Effort(least=2, most=2, piece=1.0))
-    assert timing.seconds == pytest.approx(1e-6)
-    assert max(work.runs) == MOST_RUNS
-
-
 # -- cold operands ---------------------------------------------------------------------------------
 
 
@@ -338,12 +316,6 @@ def test_operands_pass_a_cache_or_are_used_once_in_a_timing() -> None:
         if probe.curve in ("add", "matmul", "clone.bfloat16"):
             every = [ranges(operands) for operands in probe.operands]
             assert len(set().union(*every)) == sum(map(len, every)), "each set is memory of its own"
-
-
-def test_on_the_host_few_sets_are_enough() -> None:
-    assert HostBench.cold.sets(1) == 12
-    assert HostBench.cold.sets(16 << 20) == HostBench.cold.sets(1 << 30) == 1
-    assert type(bench_for(CPU)) is HostBench
 
 
 def test_optimizers_take_turns_beyond_the_cache() -> None:
@@ -500,3 +472,9 @@ def test_two_ranks_measure_as_on_cuda_and_simulations_have_the_contention() -> N
         return estimate.step_seconds
 
     assert seconds(LOST) > seconds(0.0)
+
+
+def test_the_driver_need_not_tell() -> None:
+    assert l2_bytes(CPU, FakeCuda(l2=0)) == 64 << 20
+    assert l2_bytes(CPU, FakeCuda(l2=50 << 20)) == 50 << 20
+    assert sm_megahertz(CPU, FakeCuda(megahertz=None)) is None

@@ -149,18 +149,6 @@ def test_the_unit_s_previous_gather_is_held():
         assert passed(moved(estimate, name, before.name), name) < transfer.span.end
 
 
-def test_gathers_keep_their_order():
-    estimate = simulate(toys.back_and_forth, forward_prefetch=2, slow=20.0)
-    names = [name_of(estimate, t) for t, _ in found(estimate, kinds.HELD)]
-    ordered = [
-        reason.obstacle
-        for transfer in estimate.transfers
-        for reason in estimate.reasons(transfer)
-        if reason.kind == kinds.ORDER
-    ]
-    assert set(ordered) <= set(names)
-
-
 def test_nothing_runs_before_the_step_and_backward_waits_for_the_loss():
     estimate = simulate()
     (start,) = found(estimate, kinds.START)

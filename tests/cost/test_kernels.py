@@ -64,46 +64,12 @@ def test_the_seconds_of_a_product_follow_its_waves():
     assert more.seconds(UNIT) == 2 * 44 * 8 * 4  # no tiles are known
 
 
-def test_rows_and_batches_of_products_are_told_apart():
-    assert op_cost(node_of(aten.bmm.default, (6, 3, 5), (6, 5, 7))).work == Product(6, 3, 7, 5)
-    added = node_of(aten.addmm.default, (7,), (3, 5), (5, 7))
-    assert op_cost(added).work == Product(1, 3, 7, 5)
-
-
 def test_the_slowest_rank_is_waited_for_unless_there_is_one():
     cost = op_cost(node_of(aten.mm.default, (40, 8), (8, 4)))
     late = TILED.with_(slowest=0.5)
     assert cost.seconds(late) == pytest.approx(2 * cost.seconds(TILED))
     assert cost.seconds(late.for_ranks(1)) == pytest.approx(cost.seconds(TILED))
     assert late.for_ranks(2) is late
-
-
-def test_power_and_the_slowest_rank_slow_convolutions_too():
-    convolution = (aten.convolution.default, (1, 2, 8, 8), (2, 2, 3, 3), (2,))
-    args = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    cost = op_cost(node_of(*convolution, args=args))
-    assert cost.kind == "convolution"
-    assert cost.seconds(UNIT) == cost.flops
-    assert cost.seconds(UNIT.with_(slowest=0.5)) == pytest.approx(2 * cost.flops)
-    limited = UNIT.with_(tdp_watts=400, power_limit=100, power_exponent=0.5)
-    assert cost.seconds(limited) == pytest.approx(2 * cost.flops)
-
-
-def test_an_efficiency_may_be_of_one_dtype():
-    slow = UNIT.with_(
-        flops={"float32": 1.0, "bfloat16": 1.0},
-        efficiency=UNIT.efficiency | {"matmul.bfloat16": 0.5},
-    )
-    full, half = (
-        op_cost(node_of(aten.mm.default, (3, 5), (5, 7), dtype=dtype))
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    assert half.seconds(slow) == 2 * full.seconds(slow) == 420
-
-
-def test_measured_curves_know_no_tiles():
-    measured = TILED.with_(slowest=0.5, curves={"matmul": ((1.0, 3.0), (1e9, 3.0))})
-    assert op_cost(node_of(aten.mm.default, (44, 8), (8, 4))).seconds(measured) == 3.0
 
 
 # -- power -----------------------------------------------------------------------------------------
@@ -151,11 +117,6 @@ def test_attention_runs_at_the_rate_of_its_kernel(length, head, rate):
     assert cost.seconds(RATES) == pytest.approx(cost.flops / rate)
 
 
-def test_other_dtypes_than_16_bits_have_no_such_kernels():
-    cost = op_cost(sdpa((1, 1, 256, 64), dtype=torch.float32))
-    assert cost.seconds(RATES) == cost.flops
-
-
 def test_the_traced_operator_names_its_kernel_unless_one_is_chosen():
     cost = op_cost(sdpa((1, 1, 256, 128)))
     assert cost.seconds(RATES.with_(attention_kernel="cudnn")) == cost.flops
@@ -194,14 +155,6 @@ def test_flash_attention_takes_no_mask_so_the_efficient_kernel_runs():
     efficient = aten._scaled_dot_product_efficient_attention.default
     bias = node_of(efficient, *[(1, 1, 256, 128)] * 3, args=(None, True), dtype=torch.bfloat16)
     assert not op_cost(bias).work.masked
-
-
-def test_only_what_rates_price_has_a_kernel():
-    assert masked(torch.float32).kernel(MASKED) == ""
-    assert masked().kernel(UNIT) == ""
-    curves = MASKED.with_(curves={"attention.bfloat16": ((1.0, 1.0), (2.0, 2.0))})
-    assert op_cost(sdpa((1, 1, 256, 128))).kernel(curves) == ""
-    assert op_cost(node_of(aten.mm.default, (4, 4), (4, 4))).kernel(MASKED) == ""
 
 
 class Attends(nn.Module):
@@ -320,21 +273,6 @@ def test_a_kernel_that_only_moves_bytes_also_loses_the_bandwidth_that_collective
     clocks.wait(8.0)
     clocks.compute(1.0, only_moves=True)
     assert clocks.now == 9.0
-
-
-def test_a_collective_that_waits_for_its_stream_takes_no_bandwidth_yet():
-    clocks = Clocks(UNIT)
-    clocks.launch("a", 2.0, load=0.5)
-    clocks.launch("a", 2.0, load=0.75)
-    clocks.compute(1.5, only_moves=True)  # 1 in the first 2 seconds, 0.5 in the second two
-    assert clocks.now == 4.0
-
-
-def test_no_load_stops_a_kernel():
-    clocks = Clocks(UNIT)
-    clocks.launch("a", 100.0, load=3.0)
-    clocks.compute(1.5, only_moves=True)
-    assert clocks.now == pytest.approx(10.0)  # at 0.15 of its speed
 
 
 # -- collectives -----------------------------------------------------------------------------------

@@ -99,25 +99,6 @@ def test_the_requests_ask_for_the_storages_of_the_estimate(fields):
     assert not set(given) & set(requests.outliving)
 
 
-def test_a_units_parameters_are_requested_one_by_one():
-    predicted = estimate()
-    gather = next(
-        n
-        for n in predicted.program.nodes()
-        if n.target is ops.all_gather and n.meta.get("unit") == "blocks.0"
-    )
-    lives = lives_of(predicted.program, predicted.memory.storages)
-    sizes = [life.size for life in lives if life.name == gather.name]
-    unit = predicted.plan.units[1]
-    params = [
-        layout.full_bytes
-        for layout in predicted.plan.layouts.values()
-        if layout.fqn.startswith("blocks.0.")
-    ]
-    assert sum(params) == unit.unsharded_bytes
-    assert sorted(s for s in sizes if s in params) == sorted(params)
-
-
 def test_reserved_bytes_are_the_tensors_and_what_the_allocator_adds():
     predicted = estimate()
     reserved = predicted.reserved
@@ -130,26 +111,6 @@ def test_reserved_bytes_are_the_tensors_and_what_the_allocator_adds():
     assert set(usage.by_stream) == {f"{COMPUTE}, large", f"{COMPUTE}, small"}
     assert 2 <= reserved.steps <= 4
     assert (reserved.retries, reserved.failed) == (0, "")
-
-
-def test_expandable_segments_are_one_range_for_each_pool():
-    plain, expandable = estimate(), under("expandable_segments:True")
-    assert expandable.peak_bytes == plain.peak_bytes
-    assert str(expandable.reserved.settings) == "expandable_segments:True"
-    assert "with expandable_segments:True" in str(expandable)
-    usages = [e.reserved.usage for e in (plain, expandable)]
-    assert len(usages[1].largest) == 2, "one range for each of the pools"
-    assert len(usages[0].largest) > 2
-    assert usages[1].unused == 0
-    assert expandable.with_hardware("h200").allocator == expandable.allocator
-
-
-def test_without_a_cache_only_tensors_are_reserved():
-    predicted = under("none")
-    assert predicted.reserved is None
-    assert predicted.reserved_bytes == predicted.peak_bytes
-    assert predicted.fits
-    assert "reserved   " not in str(predicted)
 
 
 def test_a_step_fits_if_all_that_the_rank_takes_does():
@@ -192,15 +153,6 @@ def test_a_device_that_is_full_at_times_makes_do_with_less():
     assert live(requests) <= least.bytes < without.bytes
 
 
-def test_hosts_have_no_allocator_to_reserve_anything():
-    predicted = estimate(hardware="cpu-gloo")
-    assert predicted.reserved is None
-    assert predicted.overheads is None
-    assert predicted.reserved_bytes == predicted.device_bytes == predicted.peak_bytes
-    assert "reserved" not in str(predicted)
-    assert usable_bytes(predicted.hardware, 3) == predicted.hardware.memory_bytes
-
-
 def test_figures_of_a_hardware_file_replace_the_common_ones(tmp_path):
     own = {"context": 1, "communicator": 10, "workspace": 512, "driver": 100}
     machine = Hardware.load("a100-40gb").with_(overhead=own)
@@ -225,41 +177,6 @@ def test_graphs_have_a_pool_of_their_own():
     assert f"{GRAPHS}, large" in streams
     assert predicted.reserved_bytes > estimate().reserved_bytes
     assert predicted.reserved_bytes < 2 * estimate().reserved_bytes
-
-
-def test_fsdp2_gathers_into_flat_buffers_and_copies_out_of_them():
-    predicted = estimate(mixed_precision=BF16)
-    program = predicted.program
-    lives = list(fsdp2_lives(program))
-    storages = list(lives_of(program, predicted.memory.storages))
-    place = {node: index for index, node in enumerate(program.graph.nodes)}
-    gathers = [n for n in program.nodes() if n.target is ops.all_gather]
-    flats = {life.name: life for life in lives if life.name.endswith("flat")}
-    by_unit = {(gather.meta["unit"], gather.meta["phase"]): gather for gather in gathers}
-    block, later = by_unit["blocks.0", "forward"], by_unit["blocks.1", "forward"]
-    wait, next_wait = (next(iter(gather.users)) for gather in (block, later))
-    flat = flats[f"{block.name}_flat"]
-    assert (flat.born, flat.dies) == (place[wait], place[next_wait])
-    assert flat.stream == GATHERS
-    assert flat.size == predicted.plan.units[1].unsharded_bytes
-    copies = [life for life in lives if life.name == block.name]
-    assert {life.born for life in copies} == {place[wait]}
-    assert {life.stream for life in copies} == {COMPUTE}
-    assert sum(life.size for life in copies) == flat.size
-    backward = by_unit["blocks.0", "backward"]
-    flat = flats[f"{backward.name}_flat"]
-    assert (flat.born, flat.dies) == (place[backward], place[next(iter(backward.users))])
-    assert len({life.dies for life in lives if life.name == backward.name}) == 1
-    reduces = [n for n in program.nodes() if n.target is ops.reduce_scatter]
-    results = [life for life in lives if life.stream == REDUCES]
-    assert len(results) == len(reduces) == 3
-    shards = sum(r.size for r in storages if r.kind == "gradients")
-    assert sum(life.size for life in results) == shards
-    sent = [flats[f"{reduce.name}_flat"] for reduce in reduces]
-    assert [life.born for life in sent] == [place[reduce] for reduce in reduces]
-    assert [life.dies for life in sent[:-1]] == [place[reduce] - 1 for reduce in reduces[1:]]
-    casts = {operand.name for reduce in reduces for operand in reduce.all_input_nodes}
-    assert not [life for life in lives if life.name in casts]
 
 
 def test_fsdp2_reserves_more_since_streams_share_nothing():
@@ -348,3 +265,12 @@ def test_the_command_takes_the_settings_of_the_allocator(tmp_path, capsys, monke
 def test_one_rank_takes_its_shards_as_they_are(strategy):
     held = storages_of(estimate(1, strategy=strategy).program).all
     assert sum(s.size for s in held if s.node.target is ops.all_gather) == 0
+
+
+def test_hosts_have_no_allocator_to_reserve_anything():
+    predicted = estimate(hardware="cpu-gloo")
+    assert predicted.reserved is None
+    assert predicted.overheads is None
+    assert predicted.reserved_bytes == predicted.device_bytes == predicted.peak_bytes
+    assert "reserved" not in str(predicted)
+    assert usable_bytes(predicted.hardware, 3) == predicted.hardware.memory_bytes

@@ -175,6 +175,8 @@ def test_a_sharded_module_dumps_every_program_it_holds(tmp_path: Path) -> None:
     sharded = graphshard.compile(Net(), graphshard.BlockPolicy({Layer}))
     with pytest.raises(graphshard.RuntimeStateError, match="no program to dump"):
         sharded.dump(tmp_path)
+    with pytest.raises(graphshard.RuntimeStateError, match="no program was captured yet"):
+        _ = sharded.program
     assert list(tmp_path.iterdir()) == []
     sharded(torch.ones(4, 8))
     sharded(torch.ones(2, 8))

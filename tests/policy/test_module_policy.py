@@ -9,7 +9,6 @@ import torch
 from meta_models import Block, Example, Weight, tree_of
 from torch import nn
 
-import graphshard
 from graphshard.errors import PolicyError
 from graphshard.planning.layout import UnitOptions
 from graphshard.planning.planner import make_plan
@@ -254,46 +253,3 @@ def test_the_data_says_all_of_it():
     emb = next(unit for unit in data["units"] if unit["fqn"] == "emb")
     assert emb["options"] == {"strategy": "NO_SHARD", "reshard": False, "precision": None}
     assert emb["params"][0]["dim"] is None
-
-
-def test_the_table_has_the_column_too():
-    from rich.console import Console
-
-    console = Console(width=160, record=True)
-    console.print(plan_of({"emb": {"strategy": "NO_SHARD"}}).table())
-    assert "strategy=NO_SHARD" in console.export_text()
-
-
-# -- programs ----------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(12, 8)
-        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-
-    def forward(self, ids):
-        return self.blocks(self.emb(ids)).sum()
-
-
-def schedule(modules, unit):
-    with torch.device("meta"):
-        model, ids = Net(), torch.zeros(4, dtype=torch.int64)
-    policy = ModulePolicy(modules, BlockPolicy({nn.Linear}), merge_below=0)
-    program = graphshard.plan(model, policy, world_size=2, example_inputs=(ids,)).program
-    return [(e.phase, e.op) for e in program.schedule() if e.unit == unit and e.op != "wait"]
-
-
-def test_the_last_block_is_kept_or_not_sharded_at_all():
-    usual = schedule({}, "blocks.2")
-    kept = schedule({"blocks.2": {"reshard_after_forward": False}}, "blocks.2")
-    whole = schedule({"blocks.2": {"strategy": "NO_SHARD"}}, "blocks.2")
-    assert [op for _, op in usual].count("all_gather") == 2
-    assert [op for _, op in kept if op != "compute"] == ["all_gather", "free", "reduce_scatter"]
-    assert [op for _, op in whole] == ["compute", "compute", "all_reduce"]
-
-
-def test_the_embedding_alone_is_a_unit():
-    assert schedule({"emb": {}}, "emb")[0] == ("forward", "all_gather")
-    assert ("forward", "all_gather") not in schedule({"emb": {}}, "")

@@ -63,20 +63,6 @@ def test_units_of_llama_equal_torch(name, build):
     assert sum(u.numel for u in plan.units) == oracle["total_numel"]
 
 
-def test_remainder_goes_to_the_block_or_to_the_root():
-    def params(least, fqn):
-        return make_plan(Example(), SizePolicy(least), world_size=2).unit(fqn).params
-
-    assert params(101, "blocks.0") == ("blocks.0.attn.weight", "blocks.0.norm.weight")
-    assert "blocks.0.attn.weight" in params(400, "")
-
-
-def test_sequential_and_parameter_list_can_be_units():
-    values = nn.ParameterList(nn.Parameter(torch.empty(5)) for _ in range(2))
-    model = tree_of(seq=nn.Sequential(Weight(5), Weight(5)), values=values)
-    assert select(SizePolicy(10), model) == ["seq", "values"]
-
-
 def test_tied_parameter_counts_once_where_it_would_be_stored():
     model = tree_of(a=tree_of(w=Weight(500), rest=Weight(400)), b=tree_of(w=Weight(500)))
     model.b.w.weight = model.a.w.weight
