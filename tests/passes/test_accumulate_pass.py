@@ -5,19 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 import toy_programs as toys
 
 from graphshard.errors import PassError
 from graphshard.passes.accumulate import Accumulate
-from graphshard.passes.recompute_budget import RecomputeToBudget
-from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.zero_missing_grads import ZeroMissingGrads
 from graphshard.pipeline import default_passes, passes_for, run_passes
 from graphshard.planning.plan import ShardingPlan
-from graphshard.policy.precision import MixedPrecision
 from graphshard.policy.units import Policy
-from graphshard.program import ops
 from graphshard.program.program import Program
 from graphshard.verify.rules import verify
 
@@ -59,19 +54,6 @@ def test_what_is_kept_is_not_reduced() -> None:
     assert "accumulate_grad  " in str(program)
 
 
-def test_what_is_kept_is_not_noted_as_copied_to_the_host() -> None:
-    program, _ = rewritten(keep="gradient", offload="params")
-    (note,) = [note for note in program.notes if "to the host" in note]
-    assert "0 bytes in 0 copies to the host" in note
-
-
-def test_the_budget_is_rehearsed_with_what_is_kept() -> None:
-    policy = Policy(recompute="budget", memory_budget=1 << 20)
-    first, *then = passes_for(default_passes(policy), ("gradient", (), ()))
-    assert isinstance(first, RecomputeToBudget)
-    assert (*first.rehearsed(then), ReleaseEarly()) == tuple(then)
-
-
 def test_what_was_kept_goes_into_the_reduce() -> None:
     names = every_name(toys.blocks())
     program, plan = rewritten(add=names)
@@ -80,33 +62,6 @@ def test_what_was_kept_goes_into_the_reduce() -> None:
         (op, unit) for unit in units for op in ("add_accumulated", "reduce_scatter")
     ]
     verify(program, plan, after="the test")
-
-
-def test_a_gradient_is_accumulated_as_it_was_computed() -> None:
-    precision = MixedPrecision(reduce_dtype=torch.bfloat16)
-    names = every_name(toys.blocks())
-    for keep, add in (("gradient", ()), (None, names)):
-        program, plan = rewritten(keep=keep, add=add, mixed_precision=precision)
-        nodes = [
-            n for n in program.nodes() if n.target in (ops.accumulate_grad, ops.add_accumulated)
-        ]
-        assert len(nodes) == len(names)
-        for node in nodes:
-            assert node.meta["val"].dtype == torch.bfloat16
-            assert node.args[0].meta["val"].dtype == torch.float32
-        verify(program, plan, after="the test")
-
-
-def test_replicated_and_unused_parameters() -> None:
-    program, _ = rewritten(toys.odd_params, keep="gradient")
-    kept = {n.kwargs["param"] for n in program.nodes() if n.target is ops.accumulate_grad}
-    assert {"a.gain", "gain", "embed.weight"} <= kept
-    assert "a.unused" not in kept
-    program, _ = rewritten(toys.odd_params, add=("a.unused", "gain"))
-    added = {n.kwargs["param"] for n in program.nodes() if n.target is ops.add_accumulated}
-    assert added == {"a.unused", "gain"}
-    graded = {p.fqn for p, g in zip(program.params, program.results().grads, strict=True) if g}
-    assert "a.unused" in graded
 
 
 def test_a_kept_gradient_without_a_reduce_is_an_error() -> None:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from toy_programs import offloaded
 
 import graphshard
-from graphshard.errors import PassError, PolicyError
+from graphshard.errors import PassError
 from graphshard.inspect.dump import dump_program, schedule_graph
 from graphshard.passes.offload_params import OffloadParams
 from graphshard.pipeline import default_passes, run_passes
@@ -94,21 +94,6 @@ def test_gradients_arrive_when_the_next_ones_are_sent() -> None:
     ]
 
 
-def test_a_replicated_parameter_is_copied_once() -> None:
-    program, _ = offloaded(toys.blocks, PARAMS, strategy="NO_SHARD")
-    for param in program.params:
-        (copy,) = param.node.users
-        assert copy.meta["phase"] == "forward"
-
-
-def test_forward_only() -> None:
-    policy = Policy(offload=BOTH)
-    program = toys.blocks(grad=False)
-    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
-    run_passes(program, plan, default_passes(policy))
-    assert {n.target for n in program.nodes() if ops.is_transfer(n)} == {ops.to_device, ops.arrive}
-
-
 def test_the_pass_runs_once() -> None:
     program, plan = toys.rewritten(toys.blocks)
     OffloadParams().apply(program, plan)
@@ -135,10 +120,12 @@ def test_plan_dump_and_dot_say_it(tmp_path: Path) -> None:
     assert "host:" not in str(with_both)
 
 
-def test_whole_parameters_on_the_device_are_not_on_the_host() -> None:
-    policy = graphshard.BlockPolicy({nn.Linear}, strategy="SHARD_OPTIMIZER", offload=PARAMS)
-    with pytest.raises(PolicyError, match="SHARD_OPTIMIZER keeps whole parameters on the device"):
-        graphshard.plan(nn.Sequential(nn.Linear(8, 8)), policy, world_size=2)
+def test_forward_only() -> None:
+    policy = Policy(offload=BOTH)
+    program = toys.blocks(grad=False)
+    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
+    run_passes(program, plan, default_passes(policy))
+    assert {n.target for n in program.nodes() if ops.is_transfer(n)} == {ops.to_device, ops.arrive}
 
 
 def test_ignored_parameters_stay() -> None:

@@ -12,11 +12,10 @@ from inspect import isabstract
 from typing import Any
 
 import pytest
-import torch
 import toy_programs as toys
 
 import graphshard.passes
-from graphshard import MixedPrecision, pipeline
+from graphshard import pipeline
 from graphshard.errors import PassError, PlanError, VerifyError
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.merge_gathers import MergeGathers
@@ -38,7 +37,6 @@ from graphshard.program.pass_protocol import (
 )
 from graphshard.program.program import Program
 from graphshard.verify import rules as verify_module
-from graphshard.verify.facts import Facts, Reference
 from graphshard.verify.rules import FINISHED, RULES
 
 DEFAULT = [
@@ -228,36 +226,6 @@ def test_a_pass_that_did_not_do_its_work_is_found(monkeypatch, idle: type) -> No
         run_passes(program, plan, passes[: until + 1])
 
 
-def test_the_table_names_the_stages_that_each_rule_asks_about() -> None:
-    asked: set[tuple[Stage, str]] = set()
-
-    class Recorder:
-        def __init__(self, stages: Stage) -> None:
-            self.stages = stages
-
-        def __contains__(self, stage: Stage) -> bool:
-            asked.add((stage, rule.name))
-            return stage in self.stages
-
-    for policy, mesh in (
-        (Policy(strategy="HYBRID_SHARD"), (2, 2)),
-        (Policy(mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16)), (4,)),
-        (Policy(memory_budget=1 << 40), (4,)),
-        (Policy(check_finite="warn"), (4,)),
-        (Policy(memory_budget=1 << 40, schedule="overlap", hardware="a100-80gb"), (4,)),
-    ):
-        program, plan = toys.rewritten(toys.blocks, policy, mesh=mesh)
-        partly = default_passes(policy)[: DEFAULT.index("insert_free")]
-        unfreed, _ = toys.rewritten(toys.blocks, policy, mesh=mesh, passes=partly)
-        for made, stages in ((program, FINISHED), (unfreed, stages_of(*partly))):
-            done: Any = Recorder(stages)
-            facts = Facts.of(made, plan, after="all", done=done, reference=Reference.of(made))
-            for rule in RULES:
-                if rule.since in stages:
-                    rule.check(facts)
-    assert asked == {(stage, rule.name) for rule in RULES for stage in rule.stricter}
-
-
 def test_the_default_passes_establish_every_stage_that_rules_ask_about() -> None:
     policy = Policy(
         schedule="overlap",
@@ -345,27 +313,6 @@ def test_the_runner_hands_over_the_passes_that_follow() -> None:
     timings = run_passes(program, plan, (Rehearse(), *default_passes(plan.policy), Rehearse()))
     assert [timing.name for timing in timings] == ["rehearse", *DEFAULT, "rehearse"]
     assert handed == [["recompute", "unshard"], []]
-
-
-def test_what_passes_by_cost_rehearse() -> None:
-    policy = Policy(
-        schedule="overlap", hardware="a100-80gb", recompute="budget", memory_budget=1 << 40
-    )
-    passes = default_passes(policy)
-    rehearsed = {
-        step.name: [one.name for one in step.rehearsed(passes[place + 1 :])]
-        for place, step in enumerate(passes)
-        if isinstance(step, RehearsingPass)
-    }
-    assert rehearsed.pop("recompute") == DEFAULT[1:-1]
-    assert set(rehearsed) == {
-        "set_budget",
-        "split_gathers",
-        "split_reduces",
-        "skip_reshard",
-        "merge_gathers",
-    }
-    assert all(names == ["release_early"] for names in rehearsed.values())
 
 
 def test_passes_of_ones_own_between_the_default_ones() -> None:

@@ -32,7 +32,6 @@ from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.aliases import cast_dtype
 from graphshard.program.program import BACKWARD, FORWARD, Program
-from graphshard.program.storages import live_unsharded
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 cast_op = torch.ops.prims.convert_element_type.default
@@ -125,29 +124,6 @@ def test_gradients_are_cast_before_or_after_their_reduce() -> None:
         assert found == (units if is_cast else [])
     assert {g.meta["val"].dtype for g in kept.results().grads} == {BF16}
     assert {g.meta["val"].dtype for g in low.results().grads} == {F32}
-
-
-def test_half_the_bytes_live() -> None:
-    def peak(build: Callable[[], Program], **fields: Any) -> int:
-        return max(live for _, live in live_unsharded(rewritten(build, Policy(**fields))[0]))
-
-    assert 2 * peak(mixed_blocks, mixed_precision=MixedPrecision(BF16)) == peak(blocks)
-
-
-def test_over_replicas() -> None:
-    policy = Policy(strategy="HYBRID_SHARD", mixed_precision=MixedPrecision(BF16))
-    program, _ = rewritten(mixed_blocks, policy, mesh=(2, 2))
-    assert dtypes(program, ops.reduce_scatter) == dtypes(program, ops.all_reduce) == {BF16}
-    assert {g.meta["val"].dtype for g in program.results().grads} == {F32}
-
-
-def test_parts_kept_between_forward_and_backward() -> None:
-    policy = Policy(reshard_after_forward=2, mixed_precision=MixedPrecision(BF16, F32))
-    program, _ = rewritten(mixed_blocks, policy)
-    parts = [n for n in program.nodes() if n.target is ops.reshard]
-    assert {part.meta["val"].dtype for part in parts} == {BF16}
-    assert dtypes(program, ops.all_gather) == {BF16}
-    assert len([unit for unit, dtype in casts(program, BACKWARD) if dtype == "bfloat16"]) == 0
 
 
 def test_a_parameter_read_in_its_own_dtype_is_refused() -> None:

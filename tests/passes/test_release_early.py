@@ -52,13 +52,6 @@ def test_a_weight_goes_before_its_own_gradient_comes() -> None:
         assert node < free
 
 
-@pytest.mark.parametrize("build", [toys.blocks, toys.nested, toys.odd_params, toys.shared_block])
-def test_the_step_returns_what_was_captured(build: Callable[..., Program]) -> None:
-    program, plan = released(build)
-    assert releases(program)
-    toys.assert_same_values(build(), program, plan)
-
-
 def test_bytes_follow_each_release() -> None:
     plain, _ = toys.rewritten(toys.blocks)
     program, _ = released()
@@ -81,11 +74,6 @@ def test_the_schedule_says_what_compute_releases() -> None:
     assert lines
     assert all("compute" in line and "releases" in line for line in lines)
     assert all(event.op != "release" for event in program.schedule())
-
-
-def test_small_parameters_wait_for_the_free() -> None:
-    program, _ = toys.rewritten(toys.blocks)
-    assert releases(program) == []
 
 
 def test_a_second_time_is_refused() -> None:

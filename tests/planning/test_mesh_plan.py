@@ -67,11 +67,6 @@ def test_what_does_not_fit(mesh: Any, fields: Any, error: type, said: str) -> No
         planned(mesh, **fields)
 
 
-def test_no_shard_fits_any_mesh() -> None:
-    plan = planned((2, 4), strategy="NO_SHARD")
-    assert not any(layout.sharded for layout in plan.layouts.values())
-
-
 def test_groups_for_partial_reshard() -> None:
     plan = planned((8,), reshard_after_forward=2)
     assert [unit.options.reshard for unit in plan.units] == [False, 2, 2]
@@ -137,17 +132,6 @@ def test_full_dump(golden: Any) -> None:
     golden("full_hybrid_partial_reshard.txt", full_text(program))
 
 
-def test_an_average_is_launched_behind_the_next_unit_and_hides_behind_those_after_it() -> None:
-    program, _ = toys.rewritten(toys.blocks, Policy(**HYBRID), mesh=(2, 2))
-    assert events(program, waits=True).split(" | ")[1] == (
-        "AG:2 Bh AG:1 WAIT:2 B2 FREE:2 RS:2 "
-        "AG:0 WAIT:1 B1 FREE:1 WAIT:2 AR:2 RS:1 "
-        "WAIT:0 B0 FREE:0 WAIT:1 AR:1 RS:0 "
-        "WAIT:0 AR:0 FREE:root RS:root WAIT:root AR:root "
-        "WAIT:2 WAIT:1 WAIT:0 WAIT:root"
-    )
-
-
 def test_more_reduces_in_flight_keep_averages_behind_their_waits() -> None:
     program = toys.blocks()
     plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], Policy(**HYBRID), mesh=(2, 2))
@@ -166,12 +150,6 @@ def test_one_replica_is_averaged_with_no_other(mesh: tuple[int, ...]) -> None:
     program, _ = toys.rewritten(toys.odd_params, Policy(strategy=strategy), mesh=mesh)
     assert "AR" not in events(program).replace("AR:a", "").replace("AR:root", "")
     assert all(ops.group_of(n) == ops.SHARD for n in program.nodes() if ops.is_collective(n))
-
-
-def test_replicated_parameters_are_averaged_over_all_ranks() -> None:
-    program, _ = toys.rewritten(toys.blocks, Policy(strategy="NO_SHARD"), mesh=(2, 2))
-    reduces = [node for node in program.nodes() if ops.is_collective(node)]
-    assert {(node.target, ops.group_of(node)) for node in reduces} == {(ops.all_reduce, "all")}
 
 
 def test_parts_are_kept_by_the_last_forward_run() -> None:

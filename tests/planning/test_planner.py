@@ -100,22 +100,6 @@ def test_home_is_the_lowest_module_on_every_path(model):
 # -- layouts -----------------------------------------------------------------------------------
 
 
-def test_uneven_rows_are_padded_and_dtypes_may_differ():
-    with torch.device("meta"):
-        model = tree_of(a=nn.Linear(4, 10, dtype=torch.bfloat16), b=nn.Linear(4, 3))
-    model.b.weight.requires_grad_(False)
-    plan = plan_of(model, world_size=4)
-    rows, few = plan.layouts["a.weight"], plan.layouts["b.weight"]
-    assert (rows.dtype, rows.shard_shape, rows.gathered_shape) == (torch.bfloat16, (3, 4), (12, 4))
-    parts = [rows.part(rank)[0] for rank in range(4)]
-    assert parts == [(0, 0, 3), (0, 3, 6), (0, 6, 9), (0, 9, 10)]
-    assert (few.requires_grad, few.shard_shape, few.part_shape(3)) == (False, (1, 4), (0, 4))
-    root = plan.unit("")
-    assert root.sharded_bytes == 2 * (12 + 3) + 4 * (4 + 1)
-    assert root.unsharded_bytes == 4 * root.sharded_bytes
-    assert root.padding_bytes == 2 * (8 + 2) + 4 * (4 + 1)
-
-
 def test_scalars_are_replicated_and_no_shard_replicates_all():
     model = tree_of(a=Weight(8))
     model.scale = nn.Parameter(torch.ones(()))
@@ -123,12 +107,6 @@ def test_scalars_are_replicated_and_no_shard_replicates_all():
     assert (sharded.layouts["scale"].sharded, sharded.layouts["a.weight"].sharded) == (False, True)
     assert not any(layout.sharded for layout in whole.layouts.values())
     assert (sharded.unit("").sharded_bytes, whole.unit("").sharded_bytes) == (20, 36)
-
-
-def test_one_rank_still_shards_without_padding():
-    plan = plan_of(Example(), "blocks.0", world_size=1)
-    assert all(layout.sharded for layout in plan.layouts.values())
-    assert all(unit.sharded_bytes == unit.unsharded_bytes == 4 * unit.numel for unit in plan.units)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +124,6 @@ def test_one_rank_still_shards_without_padding():
 def test_impossible_meshes(world_size, mesh, said):
     with pytest.raises(PlanError, match=said):
         make_plan(Example(), SizePolicy(), world_size=world_size, mesh_shape=mesh)
-
-
-def test_mesh_is_all_ranks_by_default():
-    assert plan_of(Example(), world_size=8).mesh_shape == (8,)
-    assert make_plan(Example(), SizePolicy(), world_size=4, mesh_shape=(4,)).mesh_shape == (4,)
 
 
 def test_model_without_parameters_has_an_empty_root():

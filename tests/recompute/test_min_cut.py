@@ -10,49 +10,12 @@ from hypothesis import strategies as st
 from graphshard.recompute.problem import CutProblem, Cutter, Value
 
 
-def test_a_chain_is_cut_where_it_is_thinnest() -> None:
-    # input 8 -> 4 -> 2 -> 16, of which backward reads the first and the last
-    values = (Value((), 8, None), Value((0,), 4, 1), Value((1,), 2, 1), Value((2,), 16, 1))
-    choice = Cutter(CutProblem(values, frozenset({3}))).cut(1, 0)
-    assert (choice.saved, choice.recomputed, choice.size, choice.cost) == ({2}, {3}, 2, 1)
-    both = Cutter(CutProblem(values, frozenset({1, 3}))).cut(1, 0)
-    assert (both.saved, both.recomputed, both.size) == ({1}, {2, 3}, 4)
-
-
-def test_a_price_decides_between_bytes_and_work() -> None:
-    values = (Value((), 2, None), Value((0,), 10, 3))
-    problem = Cutter(CutProblem(values, frozenset({1})))
-    assert problem.cut(1, 2).recomputed == {1}  # 8 bytes less for 3 x 2
-    assert problem.cut(1, 3).saved == {1}  # 8 bytes are not worth 9
-    assert [(c.size, c.cost) for c in problem.frontier(9)] == [(10, 0), (2, 3)]
-
-
-def test_a_shared_input_is_saved_once() -> None:
-    values = (Value((), 4, None), Value((0,), 3, 1), Value((0,), 3, 1))
-    choice = Cutter(CutProblem(values, frozenset({1, 2}))).cut(1, 0)
-    assert choice.saved == {0}
-    assert choice.size == 4
-
-
 def test_what_must_not_be_recomputed_is_saved_and_views_are_not() -> None:
     # a random draw, and a view of it that backward reads
     values = (Value((), 6, None), Value((0,), 5, None), Value((1,), None, 0))
     for prices in ((1, 0), (0, 1), (1, 1)):
         choice = Cutter(CutProblem(values, frozenset({2}))).cut(*prices)
         assert (choice.saved, choice.recomputed) == ({1}, {2})
-
-
-def test_the_frontier_has_the_middle_choices() -> None:
-    # a product (dear, large) between cheap elementwise operators: first those go, then it does
-    values = (
-        Value((), 4, None),
-        Value((0,), 16, 1),
-        Value((1,), 8, 100),
-        Value((2,), 8, 1),
-        Value((3,), 8, 1),
-    )
-    frontier = Cutter(CutProblem(values, frozenset({1, 2, 3, 4}))).frontier(9)
-    assert [(c.size, c.cost) for c in frontier] == [(40, 0), (28, 1), (12, 3), (4, 103)]
 
 
 @st.composite

@@ -6,18 +6,15 @@ import re
 
 import pytest
 import torch
-import toy_programs as toys
 from models import CASES
 from torch import nn
 
 import graphshard
 from graphshard.cost.op_cost import equivalent_flops
 from graphshard.errors import BudgetError, PolicyError
-from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.program import BACKWARD, RECOMPUTED, Program
-from graphshard.program.storages import PARAMETERS, storages_of
-from graphshard.program.storages import RECOMPUTED as AGAIN
+from graphshard.program.storages import storages_of
 
 
 def peak(program: Program) -> int:
@@ -165,42 +162,3 @@ def test_a_budget_holds_for_real_models(name):
         fits = program(recompute="budget", memory_budget=int(plain * part))
         assert peak(fits) <= plain * part
         assert work(fits)
-
-
-# -- what a step holds ----------------------------------------------------------------------------
-
-
-def test_the_bytes_of_a_small_step_by_hand():
-    program, _ = toys.rewritten(toys.blocks, world_size=2)
-    storages = storages_of(program)
-    x, h = 4 * toys.BATCH * toys.WIDTH, 4 * toys.BATCH * 8
-    # Of each block its input and its relu's result; the last block's output is the head's input.
-    assert storages.saved_by(lambda storage: storage.unit) == {
-        "": x,
-        "layers.0": x + h,
-        "layers.1": x + h,
-        "layers.2": x + h,
-    }
-    gathered = [s.size for s in storages.all if s.kind == PARAMETERS]
-    block, root = 4 * 2 * 8 * toys.WIDTH, 4 * 2 * toys.VOCAB * toys.WIDTH
-    assert sorted(gathered) == sorted([root] + [block] * 6)
-    assert not [s for s in storages.all if s.kind == AGAIN]
-
-
-def test_recomputed_values_are_counted_while_they_live():
-    program = toys.blocks()
-    plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], Policy(recompute="units"), 2)
-    run_passes(program, plan, default_passes(plan.policy))
-    storages = storages_of(program)
-    x, h = 4 * toys.BATCH * toys.WIDTH, 4 * toys.BATCH * 8
-    assert storages.saved_by(lambda storage: storage.unit) == {
-        "": x,
-        "layers.0": x,
-        "layers.1": x,
-        "layers.2": x,
-    }
-    again = [s for s in storages.all if s.kind == AGAIN]
-    assert {s.size for s in again} == {h}
-    border = storages.place[program.first_backward()]
-    assert all(s.born >= border for s in again)
-    assert len({s.born for s in again}) == 6  # each block's product and relu, in its own backward

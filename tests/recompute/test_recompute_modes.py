@@ -400,13 +400,6 @@ def test_without_gradients_nothing_happens():
             assert not again(program_of(Mixes(), **fields))
 
 
-def test_the_pass_alone_leaves_a_program_without_regions_alone():
-    program = capture(Mixes(), (X,)).program
-    names = [n.name for n in program.graph.nodes]
-    Recompute().apply(program, make_plan(Mixes(), graphshard.BlockPolicy({Mix}), world_size=2))
-    assert [n.name for n in program.graph.nodes] == names
-
-
 def crossing(program) -> list[fx.Node]:
     """Forward results that backward reads: what is saved."""
     found = {
@@ -416,25 +409,3 @@ def crossing(program) -> list[fx.Node]:
         if source.op == "call_function" and source.meta["phase"] == FORWARD
     }
     return list(found)
-
-
-def test_a_transformer_block_saves_its_input_alone():
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu") for _ in range(2)))
-    captured = capture(model, (torch.randn(5, 3, 8),))
-    plan = make_plan(model, graphshard.BlockPolicy({nn.TransformerEncoderLayer}), world_size=2)
-    Recompute(units=True).apply(captured.program, plan)
-    (kept,) = crossing(captured.program)
-    assert kept.meta["fqn"].startswith("0")
-    again = [n for n in captured.program.nodes(BACKWARD) if "flash_attention" in n.name]
-    assert len(again) == 4  # both forwards once more, and both backwards
-
-
-def test_buffers_are_not_updated_twice():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    captured = capture(model, (X,))
-    plan = make_plan(model, graphshard.BlockPolicy({nn.BatchNorm1d}), world_size=2)
-    names = [m.name for m in captured.program.mutations]
-    before = captured.program.results().mutations
-    Recompute(units=True).apply(captured.program, plan)
-    assert captured.program.results().mutations == before
-    assert len(names) == 3

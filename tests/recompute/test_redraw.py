@@ -351,29 +351,6 @@ def test_an_output_without_a_gradient_draws_nothing_again(output: int) -> None:
     assert units == {["left", "right"][output]}
 
 
-def test_one_program_draws_again_for_every_size() -> None:
-    model = Stack()
-    sharded = compiled(model, recompute="units", dynamic={"x": {0: "batch"}}, check=True)
-    assert states(sharded.program)
-    for rows in (96, 40, 131):
-        x = torch.randn(rows, 64)
-        assert same(numbers(sharded, x), numbers(copy.deepcopy(model), x))
-    assert len(sharded.programs) == 1
-
-
-def test_what_no_sync_keeps_is_the_sum_of_eager() -> None:
-    model = Stack()
-    sharded, eager = compiled(model, recompute="units"), copy.deepcopy(model)
-    results = []
-    for one in (sharded, eager):
-        torch.manual_seed(2)
-        with one.no_sync() if one is sharded else torch.enable_grad():
-            one(X).backward()
-        one(X - 1).backward()
-        results.append([*(p.grad for p in one.parameters()), torch.rand(3)])
-    assert same(*results)
-
-
 @pytest.mark.slow
 def test_compiled_regions_draw_again_what_they_drew() -> None:
     model = Stack(None, apart)
@@ -385,6 +362,16 @@ def test_compiled_regions_draw_again_what_they_drew() -> None:
     assert torch.equal(found[-1], expected[-1])
     for a, b in zip(found, expected, strict=True):  # other fusions round otherwise
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_one_program_draws_again_for_every_size() -> None:
+    model = Stack()
+    sharded = compiled(model, recompute="units", dynamic={"x": {0: "batch"}}, check=True)
+    assert states(sharded.program)
+    for rows in (96, 40, 131):
+        x = torch.randn(rows, 64)
+        assert same(numbers(sharded, x), numbers(copy.deepcopy(model), x))
+    assert len(sharded.programs) == 1
 
 
 def test_states_of_cuda_are_those_of_the_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
