@@ -252,24 +252,6 @@ def a_configuration_of_fsdp2_switches_by_one_line(rank: int) -> None:
     assert_equal(weights(model), params)
 
 
-def ranks_take_the_first_ones_weights(rank: int) -> None:
-    """As DDP does, for models that each rank built from its own seed."""
-    losses, params = by_ddp()
-    policy = graphshard.BlockPolicy({nn.Linear}, strategy="NO_SHARD")
-    acc = hf.shard_models_of(accelerator(gradient_accumulation_steps=2), policy)
-    model = net()
-    if rank > 0:
-        model.up.reset_parameters()
-    model, optim = acc.prepare(model, sgd(model))
-    assert trained(acc, model, optim, 6) == pytest.approx(losses, rel=1e-6)
-    assert_equal(weights(model), params)
-    with torch.device("meta"):
-        model = Net()
-    model, optim = acc.prepare(model, sgd(model))
-    model.load_full_state_dict(net().state_dict() if rank == 0 else None)
-    assert torch.equal(weights(model)[0], weights(net())[0])
-
-
 def an_accelerator_that_believes_it_is_alone_is_refused(rank: int) -> None:
     """As a configuration of FSDP with `use_cpu: true` makes it under `accelerate launch`."""
     accelerator()  # forgets the settings of the last one
@@ -317,7 +299,6 @@ ON_RANKS: list[Callable[[int], None]] = [
     whole_weights_are_given_and_saved,
     pretrained_models_are_saved_as_scripts_for_accelerate_do,
     a_configuration_of_fsdp2_switches_by_one_line,
-    ranks_take_the_first_ones_weights,
     an_accelerator_that_believes_it_is_alone_is_refused,
     what_would_have_no_effect_is_refused,
 ]

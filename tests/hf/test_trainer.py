@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from paths import ROOT
 from ranks import error_of, on_ranks
 from state_checks import shared_folder
 from torch.nn.utils.rnn import pad_sequence
@@ -25,9 +20,7 @@ from transformers import (
     BertForSequenceClassification,
     LlamaForCausalLM,
     Trainer,
-    TrainerCallback,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 import graphshard
 from graphshard.errors import CheckpointError, PolicyError, RuntimeStateError
@@ -128,15 +121,6 @@ def one_program_serves_texts_of_all_lengths(rank: int) -> None:
         losses.append(logged(trainer))
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert len(trainer.model.programs) <= 2  # of the first shape, and of all
-
-
-def an_evaluation_may_come_first(rank: int) -> None:
-    accelerator()
-    data = texts()[:6]
-    theirs = Trainer(llama(), arguments(mkdtemp()), eval_dataset=data).evaluate()
-    accelerator()
-    ours = Sharded(llama(), arguments(mkdtemp()), eval_dataset=data).evaluate()
-    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
 
 
 def what_cannot_act_is_refused(rank: int) -> None:
@@ -289,54 +273,9 @@ test_more_on_two_ranks = pytest.mark.slow(
             losses_norms_and_bytes_equal_those_of_ddp,
             one_program_serves_texts_of_all_lengths,
             options_of_trainer_act,
-            an_evaluation_may_come_first,
             a_classifier_says_its_kind_of_problem_as_by_ddp,
         ],
         2,
         timeout=400,
     )
 )
-
-
-class Killed(TrainerCallback):
-    """Ends the process in step 4 of the first attempt."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("whole", "killed"):
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", "2", "--max-restarts", "1", __file__, str(tmp_path / name)),
-                *(["killed"] if name == "killed" else []),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}",
-                # torchrun hands the store of the dead ranks, with their addresses, to the next.
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-            check=True,
-            timeout=400,
-        )
-    assert bytes_of(tmp_path / "killed" / "checkpoint-6") == bytes_of(
-        tmp_path / "whole" / "checkpoint-6"
-    )
-
-
-def main(folder: str, *kill: str) -> None:
-    trainer = Sharded(llama(), arguments(folder), train_dataset=texts())
-    if kill:
-        trainer.add_callback(Killed())
-    last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-    trainer.train(resume_from_checkpoint=last)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

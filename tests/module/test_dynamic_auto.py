@@ -71,12 +71,6 @@ def test_a_batch_of_one_has_programs_of_its_own():
     assert counts == [1, 2, 2, 3, 3, 3, 4, 4]
 
 
-def test_the_example_counts_as_the_first_call():
-    model, sharded = tied(dynamic="auto", example_inputs=ids(4, 7))
-    assert step(model, sharded, *ids(3, 5)) == 2
-    assert step(model, sharded, *ids(6, 8)) == 2
-
-
 def test_evaluation_knows_what_training_learned():
     model, sharded = tied(dynamic="auto")
     for shape in [(4, 7), (3, 5)]:
@@ -148,14 +142,6 @@ def test_a_broken_guard_captures_another_program_of_the_same_names():
     assert len(sharded.programs) == 3
 
 
-def test_methods_of_the_model_learn_by_themselves():
-    model, sharded = tied(dynamic="auto")
-    for batch, count in [(4, 1), (3, 2), (6, 2)]:
-        given = tokens(batch, 5)
-        assert torch.equal(sharded.submodule_forward("embed", given), model.embed(given))
-        assert len(sharded.programs) == count
-
-
 def test_a_plan_has_one_call_to_learn_from():
     with pytest.raises(PolicyError, match="learns from the calls of a sharded module"):
         graphshard.plan(TiedGPT(), POLICY, example_inputs=ids(4, 7), dynamic="auto")
@@ -215,15 +201,3 @@ def test_the_offer_names_what_changed_by_its_path(caplog):
     for shape in shapes:
         batch, weight = images(*shape)
         assert step(model, again, batch, weight=weight) == 1
-
-
-def test_programs_that_differ_otherwise_offer_nothing(caplog):
-    _, sharded = tied()
-    with caplog.at_level(logging.INFO, "graphshard"):
-        for training in (True, False):
-            sharded.train(training)
-            with torch.no_grad():
-                sharded(*ids(4, 7))
-            sharded(*ids(4, 7))
-    assert len(sharded.programs) == 4
-    assert not offers(caplog)

@@ -156,19 +156,6 @@ def test_what_forward_leaves_is_there_after_each_call_with_its_gradient(door: st
     assert len(sharded.programs) <= 2  # a container is empty in the first call
 
 
-@pytest.mark.parametrize("options", [{"recompute": "units"}, {"reshard_root": True}])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_under_other_options(options: dict[str, Any], backend: str) -> None:
-    policy = graphshard.BlockPolicy({nn.Linear}, **options)
-    model, sharded = pair(several, policy=policy, backend=backend)
-    if backend == "eager":
-        assert_same_steps(model, sharded, lambda m: m.aux, steps=2)
-    sharded(batch(0))
-    model(batch(0))
-    for mine, theirs in zip(tensors_in(sharded.aux), tensors_in(model.aux), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 def test_containers_stay_the_users_own() -> None:
     _, sharded = pair(nested, makes_dict)
     kept, inner = sharded.kept, sharded.kept["inner"]
@@ -281,30 +268,6 @@ def test_what_forward_adds_to_its_arguments() -> None:
             assert torch.equal(mine, theirs)
         assert torch.equal(sharded.fc.weight.grad, model.fc.weight.grad)
     assert len(sharded.programs) == 1
-
-
-def test_without_gradients_and_in_eval_it_is_left_as_well() -> None:
-    model, sharded = pair(attribute)
-    for each in (model, sharded):
-        each.eval()
-        with torch.no_grad():
-            each(batch(0))
-    assert torch.equal(sharded.aux, model.aux)
-    assert not sharded.aux.requires_grad
-
-
-def test_a_method_leaves_tensors_too() -> None:
-    class Caches(Net):
-        def remember(self, x: Tensor) -> None:
-            self.cache = self.fc(x)
-
-    torch.manual_seed(0)
-    model = Caches(lambda self, y: None)
-    sharded = graphshard.compile(copy.deepcopy(model), LINEAR)
-    for each in (model, sharded):
-        each.remember(batch(0))
-        each.cache.square().mean().backward()
-    assert torch.equal(sharded.fc.weight.grad, model.fc.weight.grad)
 
 
 # -- buffers --------------------------------------------------------------------------------------

@@ -199,16 +199,6 @@ def test_a_further_program_is_logged_with_the_attribute(caplog: pytest.LogCaptur
     assert "drop.p: 0.5 -> 0.25" in caplog.text
 
 
-def test_attributes_read_as_they_are() -> None:
-    _, sharded = pair()
-    assert (sharded.alpha, sharded.beta, sharded.twice) == (1.0, 1.0, 2.0)
-    assert (sharded.drop.p, sharded.bn.momentum) == (0.5, 0.1)
-    assert sharded.fc.in_features == 4
-    assert isinstance(sharded.drop, nn.Dropout)
-    assert not hasattr(sharded, "delta")
-    assert not hasattr(sharded.drop, "alpha")
-
-
 @pytest.mark.parametrize("name", ["fc", "drop", "new"])
 def test_modules_are_not_replaced(name: str) -> None:
     _, sharded = pair()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch.distributed as dist
 from models import CASES, Block, TiedGPT, loss_of, tokens_of
 from ranks import on_ranks, run_ranks
 from torch import Tensor, nn
-from torch._inductor import config as inductor_config
-from torch._inductor.fx_passes import pad_mm
 
 import graphshard
 from graphshard.torch_private import inductor as torch_inductor
@@ -188,28 +185,6 @@ def dynamic_and_offloaded(rank: int) -> None:
     assert len(sharded.programs) == 2  # train and eval
 
 
-def padded_products(rank: int) -> None:
-    """Products of odd sizes, by a pass that takes CPUs for GPUs."""
-    pads = 0
-    original = torch_inductor.with_joint_passes
-
-    def watched(traced: Any, *args: Any) -> Any:
-        nonlocal pads
-        rewritten = original(traced, *args)
-        pad = torch.ops.aten.constant_pad_nd.default
-        pads += len(rewritten.graph.find_nodes(op="call_function", target=pad))
-        return rewritten
-
-    with (
-        patch.object(torch_inductor, "with_joint_passes", watched),
-        patch.object(pad_mm, "check_device", lambda a, b: True),
-        patch.object(pad_mm, "has_triton", lambda: True),
-        inductor_config.patch(force_shape_pad=True),
-    ):
-        compiled(alike(rank))
-    assert pads > 0
-
-
-WIDE = [padded_products, batch_norm, norms_under_autocast, llama, in_16_bits, dynamic_and_offloaded]
+WIDE = [batch_norm, norms_under_autocast, llama, in_16_bits, dynamic_and_offloaded]
 
 test_two_ranks_of_more = pytest.mark.slow(on_ranks(WIDE, 2, timeout=595, group_timeout=300))
