@@ -12,7 +12,7 @@ from torch import nn
 
 from graphshard.api import plan as plan_model
 from graphshard.api import plan_with_program
-from graphshard.cost.caching_allocator import allocator_settings
+from graphshard.cost.caching_allocator import checked_settings
 from graphshard.cost.estimate import Estimate, estimate_of, require_device
 from graphshard.cost.program_plan import plan_of
 from graphshard.cost.runner import Runner
@@ -113,7 +113,7 @@ def simulate(
         machine,
         optimizer=optimizer,
         tf32=tf32,
-        allocator=allocator_settings(allocator),
+        allocator=checked_settings(allocator),
         runner=Runner.of(runtime, leave_eager, holds_outputs),
     )
 

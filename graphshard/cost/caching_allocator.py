@@ -13,126 +13,46 @@ page: 2 MiB in the small pool, 20 MiB in the large one. A request may grow the f
 of what is mapped; pages that nothing uses go back when the device is full.
 
 Written after the comments and the behaviour of c10/cuda/CUDACachingAllocator.cpp. Left out are CUDA
-graphs' private pools and garbage collection by age.
+graphs' private pools, blocks that wait for another stream's events, and all other settings.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from graphshard.errors import CostError
 from graphshard.format import human_bytes
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 
 MIN_BLOCK = 512
 SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_REQUEST = 10 * MIB
+LARGE_SEGMENT = 20 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 _NO_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True)
-class AllocatorSettings:
-    """Settings of torch's allocator, as in PYTORCH_CUDA_ALLOC_CONF.
-
-    Args:
-        expandable_segments: map pages behind a growing range in place of segments.
-        max_split_bytes: cached blocks of this size or more are not split, and serve only requests
-            of this size or more that leave at most 20 MiB of them; None for no limit.
-        roundup_divisions: sizes are rounded up to the next of so many steps between two powers of
-            2; 0 or 1 for multiples of 512 bytes.
-        large_segment_bytes: of the segment that requests between 1 and 10 MiB share.
-    """
-
-    expandable_segments: bool = False
-    max_split_bytes: int | None = None
-    roundup_divisions: int = 0
-    large_segment_bytes: int = 20 * MIB
-
-    @classmethod
-    def parse(cls, text: str) -> AllocatorSettings:
-        """Read the text of PYTORCH_CUDA_ALLOC_CONF, such as "expandable_segments:True"."""
-        values: dict[str, bool | int] = {}
-        for entry in filter(None, (part.strip() for part in text.split(","))):
-            name, colon, value = (part.strip() for part in entry.partition(":"))
-            try:
-                if not colon:
-                    raise ValueError("no value")
-                if name == "expandable_segments":
-                    values[name] = {"true": True, "false": False}[value.lower()]
-                elif name == "max_split_size_mb":
-                    values["max_split_bytes"] = _at_least(value, 20) * MIB
-                elif name == "large_segment_size_mb":
-                    values["large_segment_bytes"] = _at_least(value, 20) * MIB
-                elif name == "roundup_power2_divisions":
-                    values["roundup_divisions"] = _power_of_2(value)
-                elif name not in _WITHOUT_EFFECT:
-                    raise CostError(
-                        f"the allocator's setting {name!r} is not modelled; modelled are "
-                        "expandable_segments, max_split_size_mb, roundup_power2_divisions (one "
-                        "number) and large_segment_size_mb"
-                    )
-            except (KeyError, ValueError) as error:
-                raise CostError(
-                    f"the allocator's setting {entry!r} is malformed ({error}); write it as in "
-                    "PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True"
-                ) from None
-        return cls(**values)  # type: ignore[arg-type]
-
-    def __str__(self) -> str:
-        """The text that `parse` reads."""
-        parts = []
-        if self.expandable_segments:
-            parts.append("expandable_segments:True")
-        if self.max_split_bytes is not None:
-            parts.append(f"max_split_size_mb:{self.max_split_bytes // MIB}")
-        if self.roundup_divisions > 1:
-            parts.append(f"roundup_power2_divisions:{self.roundup_divisions}")
-        if self.large_segment_bytes != 20 * MIB:
-            parts.append(f"large_segment_size_mb:{self.large_segment_bytes // MIB}")
-        return ",".join(parts)
+SEGMENTS, EXPANDABLE, NO_CACHE = "", "expandable_segments:True", "none"
+"""The settings that are modelled: torch's own, pages behind a growing range in place of segments,
+and none of it (PYTORCH_NO_CUDA_MEMORY_CACHING=1)."""
 
 
-DEFAULT = AllocatorSettings()
-
-NO_CACHE = "none"
-"""The text for PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
-
-
-def allocator_settings(text: str) -> AllocatorSettings | None:
-    """The settings that `text` names, as in PYTORCH_CUDA_ALLOC_CONF; None for "none"."""
-    return None if text == NO_CACHE else AllocatorSettings.parse(text)
-
-
-_WITHOUT_EFFECT = frozenset(
-    {
-        "release_lock_on_cudamalloc",
-        "pinned_use_cuda_host_register",
-        "pinned_num_register_threads",
-        "pinned_use_background_threads",
-        "pinned_reserve_segment_size_mb",
-    }
-)
-"""Settings that change neither sizes nor places on the device."""
-
-
-def _at_least(text: str, least: int) -> int:
-    value = int(text)
-    if value < least:
-        raise ValueError(f"at least {least}")
-    return value
-
-
-def _power_of_2(text: str) -> int:
-    value = int(text)
-    if value < 1 or value & (value - 1):
-        raise ValueError("a power of 2")
-    return value
+def checked_settings(text: str) -> str:
+    """The settings that `text` names, as in PYTORCH_CUDA_ALLOC_CONF: one of the three above."""
+    known = {SEGMENTS: SEGMENTS, "expandable_segments:false": SEGMENTS, NO_CACHE: NO_CACHE}
+    known[EXPANDABLE.lower()] = EXPANDABLE
+    found = known.get(text.replace(" ", "").strip(",").lower())
+    if found is None:
+        raise CostError(
+            f"the allocator's settings {text!r} are not modelled; modelled are {EXPANDABLE}, as in "
+            f'PYTORCH_CUDA_ALLOC_CONF, and "{NO_CACHE}" for PYTORCH_NO_CUDA_MEMORY_CACHING=1'
+        )
+    return found
 
 
 class OutOfDeviceMemoryError(Exception):
@@ -150,7 +70,7 @@ class OutOfDeviceMemoryError(Exception):
 
 
 class Block:
-    """A range of addresses in a segment: in use, waiting for an event, free, or not mapped.
+    """A range of addresses in a segment: in use, free, or not mapped.
 
     `before` and `after` are its neighbours in the segment.
     """
@@ -166,21 +86,15 @@ class Block:
         "segment",
         "size",
         "used",
-        "waiting",
     )
 
     def __init__(self, pool: Pool, segment: int, address: int, size: int) -> None:
         self.pool, self.segment = pool, segment
         self.address, self.size, self.requested = address, size, 0
-        self.used, self.waiting, self.mapped = False, False, True
+        self.used, self.mapped = False, True
         self.before: Block | None = None
         self.after: Block | None = None
         self.label: Hashable = None
-
-    @property
-    def free(self) -> bool:
-        """Whether nothing uses it; it may still not be mapped."""
-        return not self.used and not self.waiting
 
     @property
     def alone(self) -> bool:
@@ -216,42 +130,26 @@ class Pool:
 class CachingAllocator:
     """torch's caching allocator of one device, with `capacity` bytes for segments if given.
 
-    place: the address of a new segment of so many bytes; None for one of the allocator's own.
+    expandable: with `expandable_segments`.
     reserved, allocated: bytes of segments, and of the blocks in use, rounding included; peak_*:
     their maxima. retries: how often segments went back to the device to make room.
     """
 
-    def __init__(
-        self,
-        capacity: int | None = None,
-        settings: AllocatorSettings | None = None,
-        place: Callable[[int], int | None] | None = None,
-    ) -> None:
+    def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
         self.capacity = _NO_LIMIT if capacity is None else capacity
-        self.settings = settings or AllocatorSettings()
-        self.max_split = self.settings.max_split_bytes or _NO_LIMIT
+        self.expandable = expandable
         self.reserved = self.allocated = 0
         self.peak_reserved = self.peak_allocated = 0
         self.retries = 0
         self.segments: dict[int, Block] = {}  # the first block of each, by the segment's address
         self._pools: dict[tuple[Hashable, bool], Pool] = {}
-        self._waiting: dict[int, Block] = {}  # by address
-        self._place = place
         self._next = SMALL_SEGMENT  # the address of the next segment
 
     # -- requests ---------------------------------------------------------------------------------
 
     def rounded(self, size: int) -> int:
         """The bytes of the block that a request of `size` bytes needs."""
-        if size < MIN_BLOCK:
-            return MIN_BLOCK
-        steps = self.settings.roundup_divisions
-        if steps > 1 and size > MIN_BLOCK * steps:
-            if size & (size - 1) == 0:
-                return size
-            step = (1 << (size.bit_length() - 1)) // steps
-            return -(-size // step) * step
-        return -(-size // MIN_BLOCK) * MIN_BLOCK
+        return max(1, -(-size // MIN_BLOCK)) * MIN_BLOCK
 
     def malloc(self, size: int, stream: Hashable = 0, label: Hashable = None) -> Block:
         """Allocate `size` bytes, 1 or more, for `stream`."""
@@ -260,7 +158,6 @@ class CachingAllocator:
         block = (
             self._cached(pool, rounded)
             or self._new_segment(pool, rounded)
-            or (self._release_oversize(pool, rounded) and self._new_segment(pool, rounded))
             or self._retry(pool, rounded)
         )
         if not block:
@@ -272,36 +169,17 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block, *, after_event: bool = False) -> None:
-        """Give `block` back; with `after_event`, only `events_passed` makes it free.
-
-        So it is with a block that `record_stream` named: events on the other streams have to pass.
-        """
+    def free(self, block: Block) -> None:
+        """Give `block` back."""
         block.used = False
         self.allocated -= block.size
-        if after_event:
-            block.waiting = True
-            self._waiting[block.address] = block
-        else:
-            self._freed(block)
-
-    def events_passed(self) -> None:
-        """Free the blocks that waited for events; torch looks for them at each request."""
-        for block in list(self._waiting.values()):
-            self.event_passed(block)
-
-    def event_passed(self, block: Block) -> None:
-        """Free `block`, which waited for events."""
-        del self._waiting[block.address]
-        block.waiting = False
         self._freed(block)
 
     def empty_cache(self) -> None:
         """Give all segments, or pages, without a block in use back to the device."""
-        self.events_passed()
         for pool in self._pools.values():
             for block in list(pool.blocks.values()):
-                if self.settings.expandable_segments:
+                if self.expandable:
                     self._unmap(block)
                 elif block.alone:
                     self._release(block)
@@ -327,17 +205,13 @@ class CachingAllocator:
         if index == len(pool.free):
             return None
         block = pool.blocks[pool.free[index][1]]
-        if self.settings.expandable_segments:
+        if self.expandable:
             # A block that can grow counts with what it can grow to.
             for _, address in pool.free[index + 1 :]:
                 other = pool.blocks[address]
                 if _can_grow_to(other) >= _can_grow_to(block):
                     break
                 block = other
-        if size < self.max_split <= block.size:
-            return None
-        if size >= self.max_split and block.size >= size + 20 * MIB:
-            return None
         pool.take(block)
         return block
 
@@ -345,7 +219,7 @@ class CachingAllocator:
         if size <= SMALL_REQUEST:
             return SMALL_SEGMENT
         if size < LARGE_REQUEST:
-            return self.settings.large_segment_bytes
+            return LARGE_SEGMENT
         return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
 
     def _reserve(self, size: int) -> bool:
@@ -356,37 +230,19 @@ class CachingAllocator:
         return True
 
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
-        if self.settings.expandable_segments:
+        if self.expandable:
             return self._grow(pool, size)
         bytes_ = self._segment_size(size)
         if not self._reserve(bytes_):
             return None
-        address = None if self._place is None else self._place(bytes_)
-        if address is None:
-            address = self._next
-            self._next += bytes_
-        block = self.segments[address] = Block(pool, address, address, bytes_)
+        block = self.segments[self._next] = Block(pool, self._next, self._next, bytes_)
+        self._next += bytes_
         return block
 
     def _retry(self, pool: Pool, size: int) -> Block | None:
         self.retries += 1
         self.empty_cache()
         return self._new_segment(pool, size)
-
-    def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back cached blocks that are too large to split, until `size` bytes are free."""
-        if self.settings.max_split_bytes is None or self.settings.expandable_segments:
-            return False
-        need = max(size, self.max_split)
-        index = bisect_left(pool.free, (need, 0))
-        if index < len(pool.free):
-            self._release(pool.blocks[pool.free[index][1]])
-            return True
-        released = 0
-        while pool.free and released < need and pool.free[-1][0] >= self.max_split:
-            released += pool.free[-1][0]
-            self._release(pool.blocks[pool.free[-1][1]])
-        return released >= need
 
     def _release(self, block: Block) -> None:
         block.pool.take(block)
@@ -397,9 +253,9 @@ class CachingAllocator:
 
     def _worth_splitting(self, block: Block, size: int) -> bool:
         left = block.size - size
-        if block.pool.small or self.settings.expandable_segments:
+        if block.pool.small or self.expandable:
             return left >= MIN_BLOCK
-        return size < self.max_split and left > SMALL_REQUEST
+        return left > SMALL_REQUEST
 
     def _split(self, block: Block, size: int) -> Block:
         """Cut `size` bytes off the beginning of `block`, whose rest goes back to its pool."""
@@ -419,12 +275,12 @@ class CachingAllocator:
     def _merge(self, block: Block) -> None:
         """Merge `block` with its neighbours if they are free, and mapped or not as it is."""
         before, after = block.before, block.after
-        if before is not None and before.free and before.mapped == block.mapped:
+        if before is not None and not before.used and before.mapped == block.mapped:
             self._take(before)
             block.address = before.address
             block.size += before.size
             self._link(before.before, block)
-        if after is not None and after.free and after.mapped == block.mapped:
+        if after is not None and not after.used and after.mapped == block.mapped:
             self._take(after)
             block.size += after.size
             self._link(block, after.after)
@@ -446,9 +302,6 @@ class CachingAllocator:
 
     # -- expandable segments ----------------------------------------------------------------------
 
-    def _page(self, pool: Pool) -> int:
-        return SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
-
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Map pages for `size` bytes at the lowest address of the pool's range that has room."""
         block = self._place_to_grow(pool, size)
@@ -466,7 +319,7 @@ class CachingAllocator:
     def _place_to_grow(self, pool: Pool, size: int) -> Block:
         for unmapped in sorted(pool.unmapped, key=lambda block: block.address):
             before = unmapped.before
-            start = before if before is not None and before.free else unmapped
+            start = before if before is not None and not before.used else unmapped
             if _room(start) >= size:
                 return start
         # torch reserves addresses for 1.125 times the device's memory, so there is always room.
@@ -479,7 +332,7 @@ class CachingAllocator:
 
     def _map(self, block: Block, size: int) -> bool:
         """Map the first `size` bytes of `block`, rounded up to pages, and merge what is free."""
-        page = self._page(block.pool)
+        page = _page(block.pool)
         bytes_ = min(-(-size // page) * page, block.size)
         if not self._reserve(bytes_):
             return False
@@ -497,7 +350,7 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Give the whole pages inside the free `block` back to the device."""
-        page = self._page(block.pool)
+        page = _page(block.pool)
         start = block.segment + -(-(block.address - block.segment) // page) * page
         end = block.segment + (block.address + block.size - block.segment) // page * page
         if end <= start:
@@ -523,10 +376,14 @@ class CachingAllocator:
         block.pool.unmapped.append(block)
 
 
+def _page(pool: Pool) -> int:
+    return SMALL_SEGMENT if pool.small else LARGE_SEGMENT
+
+
 def _room(block: Block) -> int:
     """The bytes of `block` and of the free ones behind it."""
     room, end = 0, block.after
-    while end is not None and end.free:
+    while end is not None and not end.used:
         room += end.size
         end = end.after
     return block.size + room

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from graphshard.cost.allocations import lives_of, requests_of
-from graphshard.cost.caching_allocator import DEFAULT, AllocatorSettings
+from graphshard.cost.caching_allocator import NO_CACHE, SEGMENTS
 from graphshard.cost.fsdp2_allocations import fsdp2_lives
 from graphshard.cost.kernel_rates import Attention
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, distinct, memory_of
@@ -91,7 +91,7 @@ class Estimate:
     plan, program: the plan and its rewritten program. hardware: the machine. optimizer: a name of
     `graphshard.cost.memory.OPTIMIZERS`. timeline: when each stream is busy. memory: bytes alive
     over the step. optimizer_seconds: the optimizer's update. allocator: the settings of torch's
-    allocator on GPUs; None if it caches nothing. runner: the runtime that executes it. tf32:
+    allocator on GPUs; "none" if it caches nothing. runner: the runtime that executes it. tf32:
     whether float32 products run in TF32.
     """
 
@@ -102,7 +102,7 @@ class Estimate:
     timeline: Timeline
     memory: MemoryCurve
     optimizer_seconds: float
-    allocator: AllocatorSettings | None = DEFAULT
+    allocator: str = SEGMENTS
     runner: Runner = OWN
     tf32: bool = False
 
@@ -194,7 +194,7 @@ class Estimate:
     @cached_property
     def reserved(self) -> ReservedMemory | None:
         """What torch's allocator reserves; None on hosts and without a cache."""
-        if self.allocator is None or self.overheads is None:
+        if self.allocator == NO_CACHE or self.overheads is None:
             return None
         copies = self.runner.copies_gathers
         own = lives_of(self.program, self.memory.storages)
@@ -360,7 +360,7 @@ def estimate_of(
     *,
     optimizer: str = "adamw",
     tf32: bool = False,
-    allocator: AllocatorSettings | None = DEFAULT,
+    allocator: str = SEGMENTS,
     runner: Runner = OWN,
 ) -> Estimate:
     """Estimate a step of the program of `plan` on `hardware`; see `graphshard.simulate`."""

@@ -15,8 +15,9 @@ from typing import Any
 
 from graphshard.cost.allocations import Request, StepRequests
 from graphshard.cost.caching_allocator import (
+    EXPANDABLE,
     MIB,
-    AllocatorSettings,
+    SEGMENTS,
     Block,
     CachingAllocator,
     OutOfDeviceMemoryError,
@@ -102,7 +103,7 @@ class ReservedMemory:
     steps: int
     retries: int
     failed: str
-    settings: AllocatorSettings
+    settings: str
     _replay: _Replay = field(repr=False, compare=False)
 
     @cached_property
@@ -125,7 +126,7 @@ class ReservedMemory:
             "steps": self.steps,
             "retries": self.retries,
             "failed": self.failed,
-            "settings": str(self.settings),
+            "settings": self.settings,
         }
 
 
@@ -134,21 +135,22 @@ def reserved_memory(
     workspaces: tuple[int, ...] = (),
     *,
     capacity: int | None = None,
-    settings: AllocatorSettings | None = None,
+    settings: str = SEGMENTS,
 ) -> ReservedMemory:
     """Replay the `requests` of a step until steps reserve nothing more.
 
     The `workspaces` of cuBLAS are requested at the first step and kept. At most `capacity` bytes
     may be reserved; None for no limit.
     """
-    settings = settings or AllocatorSettings()
-    replay = _Replay(requests, workspaces, CachingAllocator(capacity, settings))
+    expandable = settings == EXPANDABLE
+    allocator = CachingAllocator(capacity, expandable=expandable)
+    replay = _Replay(requests, workspaces, allocator)
     failed = ""
     try:
         replay.run()
     except OutOfDeviceMemoryError as error:
         failed = f"{replay.asked}: {error}"
-        replay = _Replay(requests, workspaces, CachingAllocator(None, settings))
+        replay = _Replay(requests, workspaces, CachingAllocator(expandable=expandable))
         replay.run()
     allocator = replay.allocator
     return ReservedMemory(

@@ -237,7 +237,7 @@ def _reserved(reserved: ReservedMemory, workspaces: int) -> Iterator[str]:
         ("segments without tensors", usage.unused),
     ]
     shown = ", ".join(f"{human_bytes(size)} {name}" for name, size in parts if size)
-    conf = f" with {reserved.settings}" if str(reserved.settings) else ""
+    conf = f" with {reserved.settings}" if reserved.settings else ""
     yield f"reserved   {human_bytes(reserved.bytes)}{conf}: {shown}"
     least = _MIN_FREE_SHARE * reserved.bytes
     for segment in [s for s in usage.largest if s.free > least][:_MOST]:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from graphshard.cost.caching_allocator import allocator_settings
+from graphshard.cost.caching_allocator import checked_settings
 from graphshard.cost.memory import OPTIMIZERS
 from graphshard.cost.reserved import usable_bytes
 from graphshard.errors import PolicyError
@@ -103,7 +103,7 @@ class PolicyRequest(PolicySearch):
             )
         Policy(**self.fixed())  # checks each value
         Hardware.load(self.hardware or "h100-sxm")
-        allocator_settings(self.allocator)  # checks it
+        object.__setattr__(self, "allocator", checked_settings(self.allocator))
 
     def _check_units(self) -> None:
         units = self.units

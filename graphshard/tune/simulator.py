@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from graphshard.cost.caching_allocator import allocator_settings
 from graphshard.cost.estimate import Estimate, estimate_of
 from graphshard.errors import CaptureError, PassError, PlanError, PolicyError
 from graphshard.passes.recompute_budget import RecomputeToBudget
@@ -116,7 +115,7 @@ class Simulator:
             replace(plan, program=program),
             self.space.hardware,
             optimizer=self.space.auto.optimizer,
-            allocator=allocator_settings(self.space.auto.allocator),
+            allocator=self.space.auto.allocator,
         )
 
     def _chosen(

@@ -21,7 +21,7 @@ from graphshard.cost.allocations import (
     lives_of,
     requests_of,
 )
-from graphshard.cost.caching_allocator import MIB, AllocatorSettings, allocator_settings
+from graphshard.cost.caching_allocator import EXPANDABLE, MIB
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.fsdp2_allocations import GATHERS, REDUCES, fsdp2_lives
 from graphshard.cost.reserved import CONTEXT, GRAPHS, reserved_memory, usable_bytes
@@ -51,7 +51,7 @@ def estimate(*mesh: int, hardware: str = "h100-sxm", **fields) -> Estimate:
 
 def under(allocator: str) -> Estimate:
     """The estimate with these settings of the allocator."""
-    return replace(estimate(), allocator=allocator_settings(allocator))
+    return replace(estimate(), allocator=allocator)
 
 
 def live(requests: StepRequests, workspaces: int = 0) -> int:
@@ -219,7 +219,7 @@ def test_a_replay_by_hand():
     tight = reserved_memory(requests, capacity=110 * MIB - 1)
     assert tight.failed.startswith("a of (root) in step 2: 40.00 MiB asked for")
     assert tight.bytes == reserved.bytes
-    expandable = reserved_memory(requests, settings=AllocatorSettings(True))
+    expandable = reserved_memory(requests, settings=EXPANDABLE)
     assert expandable.bytes == 120 * MIB
 
 
