@@ -241,6 +241,7 @@ def run_passes(
     # Whoever plans may have set another default device, which the passes' own tensors are not for.
     with collect_only_new(), torch.device("cpu"):
         assign_units(program, plan)
+        program.plan = replace(plan, program=None)
         again = program.copy()
         try:
             return _run(program, plan, passes, watcher, progress)

@@ -14,7 +14,6 @@ from graphshard.api import plan as plan_model
 from graphshard.api import plan_with_program
 from graphshard.cost.caching_allocator import checked_settings
 from graphshard.cost.estimate import Estimate, estimate_of, require_device
-from graphshard.cost.program_plan import plan_of
 from graphshard.cost.runner import Runner
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
@@ -60,8 +59,7 @@ def simulate(
             the program is captured for the device of the hardware;
             a sharded module: its program for the example inputs, captured if needed, or without
             inputs the last captured one that trains and reduces gradients;
-            a rewritten program, such as one of `ShardedModule.programs`. Without its `plan`,
-            parameters that no collective moves count as the root's.
+            a rewritten program, such as one of `ShardedModule.programs`.
         policy: for a model. A schedule="overlap" without hardware uses `hardware`.
         hardware: a preset's name, a file of `graphshard calibrate`, or a `Hardware`.
         world_size: number of ranks, for a model.
@@ -70,7 +68,7 @@ def simulate(
         example_inputs: positional arguments of a call.
         example_kwargs: keyword arguments of that call.
         model: the model of a plan without a program.
-        plan: the plan of a program, or for a model.
+        plan: for a model; or of a program, if passes were applied to it by hand.
         optimizer: "adamw" (foreach), "adamw-fused", "sgd", "sgd-momentum" or "none".
         tf32: float32 matrix products run as TF32.
         allocator: what PYTORCH_CUDA_ALLOC_CONF will be on GPUs, such as "expandable_segments:True";
@@ -177,9 +175,9 @@ def _plan_of_program(program: Program, arguments: SimulationArguments) -> Shardi
         world_size="the program is for the mesh it was rewritten for",
         mesh_shape="the program is for the mesh it was rewritten for",
     )
-    plan = arguments.plan
+    plan = arguments.plan or program.plan
     if plan is None:
-        return plan_of(program)
+        raise CostError("the program was rewritten by no plan; pass the plan it is for as plan=")
     if plan.mesh_shape != program.mesh_shape:
         raise CostError(
             f"the plan is for a mesh of shape {plan.mesh_shape}, the program for one of "

@@ -128,7 +128,7 @@ _SAME = 0.0005  # a relative difference below this would round to zero
 
 def _head(both: Comparison) -> Iterator[str]:
     a, b = both.a, both.b
-    model = a.plan.units[0].module_class or "a program"
+    model = a.plan.units[0].module_class
     yield f"{model}, one training step: {both.names[0]} and {both.names[1]}"
     if (a.hardware, a.plan.mesh_shape) == (b.hardware, b.plan.mesh_shape):
         yield f"both on {a.plan.world_size:,} ranks of {a.hardware.name}"

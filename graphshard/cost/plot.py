@@ -35,7 +35,7 @@ def draw(estimate: Estimate, path: str | os.PathLike[str]) -> None:
     memory.set_xlabel("\n".join([unit, *meanings]))
     memory.set_xlim(0, estimate.step_seconds * scale)
     figure.suptitle(
-        f"{estimate.plan.units[0].module_class or 'A program'} on "
+        f"{estimate.plan.units[0].module_class} on "
         f"{estimate.plan.world_size:,} ranks of {estimate.hardware.name}: "
         f"{human_seconds(estimate.step_seconds)} a step{_expected(estimate)}, of which "
         f"{human_seconds(estimate.exposed_seconds)} wait for communication"

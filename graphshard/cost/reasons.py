@@ -15,7 +15,6 @@ from functools import cached_property
 from torch import fx
 
 from graphshard.cost.memory import held_by_place
-from graphshard.cost.program_plan import PolicyOfProgram
 from graphshard.cost.timeline import Span, Timeline, Transfer
 from graphshard.format import human_bytes, human_seconds
 from graphshard.planning.plan import ShardingPlan
@@ -261,8 +260,6 @@ class Reasons:
     def _by_policy(self, node: fx.Node) -> str:
         """The policy's prefetch that places a gather, as a clause."""
         policy = self.plan.policy
-        if isinstance(policy, PolicyOfProgram):
-            return "it is issued where the program has it"
         if node.meta["phase"] == FORWARD:
             ahead = policy.forward_units_ahead(self.plan.process_group_backend, self.plan.hosts)
             if not ahead:

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.annotations import Budget, CudaGraphs, Regions
 from graphshard.program.sizes import Sizes
@@ -218,6 +219,8 @@ class Program:
     budget: Budget | None = None  # set if it is scheduled by cost
     cuda_graphs: CudaGraphs | None = None  # set by `CudaGraph`
     regions: Regions | None = None  # compiled regions, if any
+    # The plan that it was rewritten by, without a program.
+    plan: ShardingPlan | None = field(default=None, compare=False, repr=False)
 
     @property
     def world_size(self) -> int:

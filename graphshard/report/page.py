@@ -95,7 +95,7 @@ def page(
             what_if=points is not None,
         ),
     }
-    model = data["plan"]["model"] or "a program"
+    model = data["plan"]["model"]
     texts = {"The estimate": str(estimate), "The plan": str(estimate.plan)}
     if comparison is not None:
         texts["Measured beside predicted"] = str(comparison)

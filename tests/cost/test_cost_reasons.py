@@ -128,14 +128,6 @@ def test_the_prefetch_asked_for():
         assert passed(further, name_of(ahead, transfer)) < transfer.span.end
 
 
-def test_a_program_alone_does_not_say_what_was_asked_for():
-    estimate = simulate(backward_prefetch=None)
-    alone = graphshard.simulate(estimate.program, hardware=estimate.hardware)
-    told = [alone.why(transfer) for transfer in alone.transfers]
-    assert any("issued where the program has it" in text for text in told)
-    assert not any("prefetch" in text for text in told)
-
-
 def test_the_unit_s_previous_gather_is_held():
     estimate = simulate(toys.back_and_forth, forward_prefetch=2, slow=20.0)
     for transfer, reason in found(estimate, kinds.HELD):
