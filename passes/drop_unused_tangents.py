@@ -112,7 +112,11 @@ class _Zeros:
             return
         linear_in = [value for value in node.all_input_nodes if value in self.dependent]
         zero = [value for value in linear_in if value in self.zero]
-        if linear_in and _holds_tensor(node.meta["val"]) and _packet(node) not in _ONLY_SHAPE:
+        if (
+            linear_in
+            and _holds_tensor(node.meta["val"])
+            and getattr(node.target, "overloadpacket", None) not in _ONLY_SHAPE
+        ):
             self.dependent.add(node)
             if len(zero) == len(linear_in) and not ops.has_effect(node):
                 self.zero.add(node)
@@ -255,10 +259,6 @@ def _erase_dead(program: Program, read: set[fx.Node]) -> None:
             unread_now = ops.is_random(node) and node in read and not ops.writes(node)
             if unread_now or not ops.has_effect(node):
                 program.graph.erase_node(node)
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
 
 
 def _holds_tensor(val: Any) -> bool:

@@ -32,7 +32,7 @@ class OffloadParams(Pass):
     establishes: ClassVar[Stage] = Stage.OFFLOADED
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        for param in _offloaded_params(program):
+        for param in [param for param in program.params if not param.ignored]:
             if any(user.target is ops.to_device for user in param.node.users):
                 raise PassError(
                     f"pass {self.name}: parameter {param.fqn!r} is on the host already; run the "
@@ -40,25 +40,15 @@ class OffloadParams(Pass):
                 )
             unit = plan.unit_of_param(param.fqn)
             if plan.layouts[param.fqn].sharded:
-                _copy_shards_in(program, param, unit)
+                for user in list(param.node.users):
+                    with program.graph.inserting_before(user):
+                        on_device = _insert_copy_in(program, param, unit, user.meta["phase"])
+                    user.replace_input_with(param.node, on_device)
             elif param.node.users:
                 _copy_whole_in(program, plan, param, unit)
             param.node.meta["val"] = fake_on(param.node.meta["val"], "cpu")
         _copy_gradients_out(program, plan)
         note_copies(program, COPIED, params=True)
-
-
-def _offloaded_params(program: Program) -> list[ParamEntry]:
-    """The parameters on the host: all but ignored ones, which never move."""
-    return [param for param in program.params if not param.ignored]
-
-
-def _copy_shards_in(program: Program, param: ParamEntry, unit: str) -> None:
-    """Copy the shard to the device before each gather, and before the gather's cast, if any."""
-    for user in list(param.node.users):
-        with program.graph.inserting_before(user):
-            on_device = _insert_copy_in(program, param, unit, user.meta["phase"])
-        user.replace_input_with(param.node, on_device)
 
 
 def _copy_whole_in(program: Program, plan: ShardingPlan, param: ParamEntry, unit: str) -> None:

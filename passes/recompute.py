@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 from torch import fx
@@ -134,15 +134,13 @@ def rewrite(
 
 def require_calls(program: Program, plan: ShardingPlan) -> None:
     """Check that the step computes something in a call of a module that the policy recomputes."""
-    if program.grad and not _any_call(program.nodes(FORWARD), plan.recomputed):
+    if program.grad and not any(
+        call_of(node, plan.recomputed) is not None for node in program.nodes(FORWARD)
+    ):
         raise PolicyError(
             f"the policy recomputes {', '.join(plan.recomputed[:4])}, but the step computes "
             "nothing in a call of them that it needs; name the classes whose forward it needs"
         )
-
-
-def _any_call(nodes: Iterable[fx.Node], targets: Collection[str]) -> bool:
-    return any(call_of(node, targets) is not None for node in nodes)
 
 
 @dataclass(frozen=True)

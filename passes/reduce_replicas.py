@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
-
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
@@ -47,7 +45,13 @@ class ReduceReplicas(Pass):
                 continue
             shards = unpacks(wait)
             for shard in shards:
-                self._require_unread(shard)
+                reader = next((user for user in shard.users if user.op != "output"), None)
+                if reader is not None:
+                    raise PassError(
+                        f"pass {self.name}: {reader.name} reads the reduced shard {shard.name} "
+                        "before it is averaged over the replicas; run the pass once, right after "
+                        "reduce_grads"
+                    )
             unit = Collective.of(reduce).unit
             params = params_of(reduce)
             operands = {
@@ -67,11 +71,3 @@ class ReduceReplicas(Pass):
             for name, average in averages.items():
                 results.grads[place_of[name]] = average
         program.set_results(results)
-
-    def _require_unread(self, shard: fx.Node) -> None:
-        reader = next((user for user in shard.users if user.op != "output"), None)
-        if reader is not None:
-            raise PassError(
-                f"pass {self.name}: {reader.name} reads the reduced shard {shard.name} before it "
-                "is averaged over the replicas; run the pass once, right after reduce_grads"
-            )

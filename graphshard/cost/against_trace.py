@@ -454,7 +454,12 @@ def _measured(
 def _exposed(place: int, by_place: Mapping[int, MeasuredEvent], awaited: Sequence[int]) -> float:
     """Seconds for which the compute stream stands still at a wait while what it waits for runs."""
     running = [k for a in awaited if a in by_place for k in by_place[a].kernels]
-    stream = _compute_stream(by_place)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in by_place.values():
+        if is_compute(event.name):
+            for kernel in event.kernels:
+                seconds[kernel.stream] += kernel.end - kernel.begin
+    stream = max(seconds, key=seconds.__getitem__, default="")
     running = [k for k in running if k.stream != stream]
     if not running:
         return 0.0
@@ -462,16 +467,6 @@ def _exposed(place: int, by_place: Mapping[int, MeasuredEvent], awaited: Sequenc
     begin = max((k.end for p, k in compute if p < place), default=running[0].begin)
     end = min((k.begin for p, k in compute if p >= place), default=running[-1].end)
     return sum(max(0.0, min(end, k.end) - max(begin, k.begin)) for k in running)
-
-
-def _compute_stream(by_place: Mapping[int, MeasuredEvent]) -> str:
-    """The stream on which compute spends most time."""
-    seconds: dict[str, float] = defaultdict(float)
-    for event in by_place.values():
-        if is_compute(event.name):
-            for kernel in event.kernels:
-                seconds[kernel.stream] += kernel.end - kernel.begin
-    return max(seconds, key=seconds.__getitem__, default="")
 
 
 def _difference(run: MeasuredRun, phase: str, expected: Sequence[Event]) -> str:

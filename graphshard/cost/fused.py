@@ -69,7 +69,8 @@ def kernels_of(region: Region) -> list[list[fx.Node]]:
         read = [value for value in node.all_input_nodes if value in inside]
         behind = (stage[value] + is_separate(operator_of(value)) for value in read)
         stage[node] = max(behind, default=0)
-        if not is_separate(node) and _computes(node):
+        computes = node.target is not operator.getitem and not is_view_op(node.target)
+        if computes and not is_separate(node):
             kernels.setdefault(stage[node], []).append(node)
     return list(kernels.values())
 
@@ -92,10 +93,6 @@ def _kernel(nodes: list[fx.Node]) -> OpCost:
     floats = [dtype for dtype in floats if dtype.is_floating_point]
     dtype = floats[0] if floats else torch.float32
     return OpCost("bandwidth", 0, moved + sum(reads.values()), dtype, _STREAMS)
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.target is not operator.getitem and not is_view_op(node.target)
 
 
 def is_separate(node: fx.Node) -> bool:

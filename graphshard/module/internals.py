@@ -141,8 +141,11 @@ class Unsharded:
                 if not failures and (shard.group.rank == 0 or not rank0_only):
                     try:
                         if wanted.grad is None:
-                            opened.append((shard, self.twin(shard), shard.param))
-                            self._fill(self.twin(shard), full)
+                            twin = self.twin(shard)
+                            opened.append((shard, twin, shard.param))
+                            with torch.no_grad():
+                                twin.untyped_storage().resize_(twin.nbytes)
+                                twin.copy_(full)
                         else:
                             full = full.to(shard.local.device, copy=wanted.is_there)
                             _set_grad(self.twin(shard), full)
@@ -162,11 +165,6 @@ class Unsharded:
                 self._split(shard, twin, param, writeback=writeback and keep, with_grads=with_grads)
             self.open -= names
             self.with_grads -= names
-
-    def _fill(self, twin: nn.Parameter, full: Tensor) -> None:
-        with torch.no_grad():
-            twin.untyped_storage().resize_(twin.nbytes)
-            twin.copy_(full)
 
     def _split(
         self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool

@@ -88,7 +88,10 @@ def cut_backward(program: Program, crossings: Sequence[Crossing]) -> fx.Graph:
     results = program.results()
     mapped = fx.map_arg([results.grads, results.input_grads], new.__getitem__)
     graph.output(mapped)
-    return _without_unused_unpacks(graph)
+    for node in reversed(graph.nodes):
+        if ops.is_unpack(node) and not node.users:
+            graph.erase_node(node)
+    return graph
 
 
 def in_calling_order(crossings: Sequence[Crossing]) -> list[Crossing]:
@@ -191,10 +194,3 @@ def _overwritten(program: Program) -> set[fx.Node]:
         if any(source in overwritten for source in alias_inputs(node)):
             overwritten.add(node)
     return overwritten
-
-
-def _without_unused_unpacks(graph: fx.Graph) -> fx.Graph:
-    for node in reversed(graph.nodes):
-        if ops.is_unpack(node) and not node.users:
-            graph.erase_node(node)
-    return graph

@@ -197,7 +197,11 @@ def _communication(nodes: list[fx.Node], program: Program) -> str:
     if node.target in ops.CHECKS:
         return _checked(nodes)
     if node.target in ops.RANDOM_STATES:
-        return _of_generator(node)
+        device = node.kwargs["device"]
+        if node.target is ops.save_random_state:
+            return f"{bytes_text([node])} bytes, of the {device} generator"
+        restores = node.args[0].target is ops.set_random_state  # type: ignore[union-attr]
+        return f"of the {device} generator, {'as it was before' if restores else 'to draw again'}"
     if op is not None and op.in_runs:
         values = _values(nodes)
         noun = "param" if param_of(node) is not None else "tensor"
@@ -227,15 +231,6 @@ def _checked(checks: list[fx.Node]) -> str:
     read = [value for check in checks for value in values_of(check)]
     of = " and ".join(dict.fromkeys(str(Check.of_node(check).of) for check in checks))
     return _amount(bytes_text(read), _values(read), "tensor", over=f" of {of}")
-
-
-def _of_generator(node: fx.Node) -> str:
-    """What a node does to a generator of random numbers, as text."""
-    device = node.kwargs["device"]
-    if node.target is ops.save_random_state:
-        return f"{bytes_text([node])} bytes, of the {device} generator"
-    restores = node.args[0].target is ops.set_random_state  # type: ignore[union-attr]
-    return f"of the {device} generator, {'as it was before' if restores else 'to draw again'}"
 
 
 def _over(collective: Collective) -> str:

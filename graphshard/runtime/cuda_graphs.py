@@ -318,7 +318,11 @@ class Graphs:
                 failure, part.flag = _cause(error), True
         if not any(part.flags):
             self._pool.captured.add(captured)
-            keep_track_of(self)
+            _alive.add(self)
+            _watch_communicators()
+            # Again each time: what is registered last comes first, in front of torch's own hooks.
+            atexit.unregister(release_all)
+            atexit.register(release_all)
             return captured
         if captured is not None:
             captured.graph.reset()
@@ -416,15 +420,6 @@ def registration(group: Group, *, cuda_graph: bool) -> str:
 
 
 _alive: weakref.WeakSet[Graphs] = weakref.WeakSet()
-
-
-def keep_track_of(graphs: Graphs) -> None:
-    """Have `graphs` released before a communicator of theirs ends, and before Python does."""
-    _alive.add(graphs)
-    _watch_communicators()
-    # Again each time: what is registered last is called first, in front of torch's own hooks.
-    atexit.unregister(release_all)
-    atexit.register(release_all)
 
 
 def release_all() -> None:

@@ -95,21 +95,9 @@ _STEPS = "_graphshard_steps"
 _OWNER = "_graphshard_owner"  # of a parameter: the first name of the one it is, or was, here
 
 
-def count_steps(param: Tensor) -> None:
-    """Count the steps of any optimizer that has `param`, from the first call of this on."""
-    _watch()
-    if not hasattr(param, _STEPS):
-        setattr(param, _STEPS, 0)
-
-
 def is_shard(param: Tensor) -> bool:
     """Whether `param` is one that a sharded module stores."""
     return hasattr(param, _STEPS)
-
-
-def steps_of(param: Tensor) -> int:
-    """The number of optimizer steps so far in which `param` had a gradient."""
-    return getattr(param, _STEPS, 0)
 
 
 @cache
@@ -263,7 +251,7 @@ class Shard:
     def changes(self) -> tuple[int, int]:
         """(the parameter's version, the optimizer steps so far): both count changes in place."""
         param = self.param
-        return param._version, steps_of(param)
+        return param._version, getattr(param, _STEPS, 0)
 
     def set_full(self, full: Tensor) -> None:
         """Copy this rank's part of `full`, the whole parameter `(d0, ...)` on any device."""
@@ -407,7 +395,9 @@ class Shard:
     def _take(self, param: nn.Parameter) -> None:
         self.param = param
         self._outer = None if self.group.mesh is None else param.untyped_storage()
-        count_steps(param)
+        _watch()
+        if not hasattr(param, _STEPS):
+            setattr(param, _STEPS, 0)
 
     def _refuse_untied(self) -> NoReturn:
         names = self.layout.names

@@ -243,10 +243,6 @@ class Step:
         """Indices of the differentiable outputs whose tangent is None."""
         return tuple(i for i, t in zip(self.differentiable, tangents, strict=True) if t is None)
 
-    def backward_program(self, tangents: Sequence[Tensor | None]) -> Program:
-        """The program of the backward for the outputs whose tangent is not None, once lowered."""
-        return self._backward_programs[self._missing(tangents)]
-
     def backward_graph(self, tangents: Sequence[Tensor | None]) -> LoweredGraph:
         """The backward for the outputs whose tangent is not None, lowered when first needed."""
         missing = self._missing(tangents)
@@ -269,10 +265,6 @@ class Step:
             self._backward_graphs[missing] = backward
             self._backward_programs[missing] = program
         return backward
-
-    def sizes_of(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """The values of the program's symbolic sizes in a call; () if it has none."""
-        return () if self.program.sizes is None else self.program.sizes.values(inputs)
 
     def with_traced_strides(
         self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]
@@ -328,7 +320,7 @@ class _Call:
     def __init__(self, step: Step, inputs: Sequence[Tensor]) -> None:
         self.step = step
         self.inputs = list(inputs)
-        self.sizes = step.sizes_of(inputs)
+        self.sizes = () if step.program.sizes is None else step.program.sizes.values(inputs)
         self.outputs: list[Any] = []
         self.saved_others: list[Any] | None = None
         self.versions: list[tuple[int, int]] = []
@@ -439,7 +431,7 @@ class _Call:
             else:
                 saved += tangents
                 grads, input_grads = backward.run(saved)
-        self._tell_found(step.backward_program(tangents))
+        self._tell_found(step._backward_programs[step._missing(tangents)])
         if sets_grads and any(part.flags):
             with agreement.part(text="the hooks of gradients", keeps=True):
                 step.add_to_grads(grads)

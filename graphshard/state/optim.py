@@ -398,7 +398,11 @@ class _Checker:
                     f"{label} is {value.dtype} in the optimizer's state dict, its parameter is "
                     f"{state_tensor.dtype}"
                 )
-            if isinstance(value, DTensor) and not _laid_out_alike(value, state_tensor.tensor):
+            if isinstance(value, DTensor) and not (
+                isinstance(state_tensor.tensor, DTensor)
+                and value.device_mesh == state_tensor.tensor.device_mesh
+                and value.placements == state_tensor.tensor.placements
+            ):
                 raise CheckpointError(
                     f"{label} is placed {value.placements} on {value.device_mesh}, its parameter "
                     "is not; pass the full state"
@@ -408,14 +412,6 @@ class _Checker:
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _laid_out_alike(value: DTensor, module_tensor: Tensor) -> bool:
-    return (
-        isinstance(module_tensor, DTensor)
-        and value.device_mesh == module_tensor.device_mesh
-        and value.placements == module_tensor.placements
-    )
 
 
 def _extends(shape: tuple[int, ...], full_shape: tuple[int, ...]) -> bool:
@@ -472,7 +468,10 @@ class _StateBuilder:
     ) -> Tensor:
         value = None if self.from_first and self.group.rank else self.state[key][name]
         if not info.like_param:
-            return self._same(value, info)
+            if self.from_first:
+                return self.group.broadcast(value, info.shape, info.dtype).cpu().clone()
+            assert value is not None
+            return value.detach().clone()
         if isinstance(value, DTensor):
             return value
         local_param = state_tensor.local
@@ -485,12 +484,6 @@ class _StateBuilder:
         if not isinstance(state_tensor.tensor, DTensor):
             return local_value
         return torch_compat.dtensor_like(state_tensor.tensor, local_value)
-
-    def _same(self, value: Tensor | None, info: _TensorInfo) -> Tensor:
-        if self.from_first:
-            return self.group.broadcast(value, info.shape, info.dtype).cpu().clone()
-        assert value is not None
-        return value.detach().clone()
 
     def _part(self, state_tensor: StateTensor, value: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of a full tensor."""

@@ -220,7 +220,8 @@ class PartsToLoad:
     ) -> None:
         self.extra = extra
         self.staging: dict[str, Any] = {}
-        names = _extra_names(stored)
+        paths = stored.paths.values()
+        names = list(dict.fromkeys(path[1] for path in paths if path[0] == EXTRA and len(path) > 1))
         self._names = frozenset(names)
         if extra is not None and not extra:
             targets: dict[tuple[str, ...], Any] = dict(_targets(scheduler, scaler, None))
@@ -315,11 +316,6 @@ def _keys_below(stored: StoredCheckpoint, path: tuple[str, ...]) -> dict[str, Pa
         for key, its_path in stored.paths.items()
         if its_path[: len(path)] == path
     }
-
-
-def _extra_names(stored: StoredCheckpoint) -> list[str]:
-    paths = stored.paths.values()
-    return list(dict.fromkeys(path[1] for path in paths if path[0] == EXTRA and len(path) > 1))
 
 
 def _lacks(stored: StoredCheckpoint, path: tuple[str, ...], names: list[str]) -> str:

@@ -65,7 +65,7 @@ class Blocks:
         """Names of classes of the blocks' large children that have children, sorted."""
         classes = set()
         for fqn in self.fqns:
-            for child in self._children(fqn):
+            for child in [inner for inner, parent in self.tree.parent.items() if parent == fqn]:
                 module = self.tree.modules[child]
                 heavy = self.numel[child] >= _HEAVY * self.numel[fqn]
                 if heavy and any(module.children()) and not _is_container(module):
@@ -88,9 +88,6 @@ class Blocks:
 
     def _class(self, fqn: str) -> str:
         return type(self.tree.modules[fqn]).__name__
-
-    def _children(self, fqn: str) -> list[str]:
-        return [inner for inner, parent in self.tree.parent.items() if parent == fqn]
 
     def unit_choices(self) -> list[Policy]:
         """Policies that each choose different units, the likeliest first; at least one."""
@@ -119,12 +116,13 @@ class Blocks:
         if self.parts:
             halves = BlockPolicy(self.parts)
             chosen = halves.select(self.tree)
-            inside = sum(self.numel[fqn] for fqn in chosen if self._outermost(fqn, chosen))
+            inside = sum(
+                self.numel[fqn]
+                for fqn in chosen
+                if not any(other != fqn and self.tree.is_below(fqn, other) for other in chosen)
+            )
             whole = sum(self.numel[fqn] for fqn in self.fqns)
             yield halves if inside >= 0.95 * whole else BlockPolicy((*self.classes, *self.parts))
-
-    def _outermost(self, fqn: str, chosen: list[str]) -> bool:
-        return not any(o != fqn and self.tree.is_below(fqn, o) for o in chosen)
 
 
 def _is_container(module: nn.Module) -> bool:

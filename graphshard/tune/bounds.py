@@ -121,7 +121,9 @@ class Bounds:
         """Return a plan with the layouts of `group`, which do not depend on recomputation."""
         key = group.units, group.sharding
         if key not in self._plans:
-            self._plans[key] = self.simulator.plan(_without_recompute(group))
+            self._plans[key] = self.simulator.plan(
+                Candidate(replace(group, recompute=None, offload=None))
+            )
         return self._plans[key]
 
     def _group_needs(self, group: CandidateGroup) -> _StepNeeds:
@@ -136,11 +138,6 @@ class Bounds:
             apply_pass(first, program, plan, following)
             self._needs[key] = _needs_of(program, self._hardware)
         return self._needs[key]
-
-
-def _without_recompute(group: CandidateGroup) -> Candidate:
-    """Return a candidate with the same units and layouts, without recomputation and offload."""
-    return Candidate(replace(group, recompute=None, offload=None))
 
 
 def _needs_of(program: Program, hardware: Hardware) -> _StepNeeds:

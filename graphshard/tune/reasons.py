@@ -176,8 +176,10 @@ def _other_groups(search: Search, group: CandidateGroup) -> Iterator[tuple[str, 
     for index, units in enumerate(search.space.unit_choices):
         if index != group.units:
             yield f"units {_plain(units)}", replace(group, units=index)
-    for other in _groups_like(search, group):
-        yield _sharding(other.sharding), other
+    shardings = dict.fromkeys(g.sharding for g in search.bounds if g.units == group.units)
+    for sharding in shardings:
+        if sharding != group.sharding:
+            yield _sharding(sharding), replace(group, sharding=sharding)
     for recompute in search.space.recomputes:
         if recompute != group.recompute:
             code = value_code(Policy(recompute=recompute).recompute, named=True)
@@ -185,12 +187,6 @@ def _other_groups(search: Search, group: CandidateGroup) -> Iterator[tuple[str, 
     for other in search.bounds:
         if other == replace(group, offload=other.offload) and other != group:
             yield f"offload={sorted(other.offload or ()) or None!r}", other
-
-
-def _groups_like(search: Search, group: CandidateGroup) -> Iterator[CandidateGroup]:
-    """Return the groups with another sharding of the same units."""
-    shardings = dict.fromkeys(g.sharding for g in search.bounds if g.units == group.units)
-    return (replace(group, sharding=other) for other in shardings if other != group.sharding)
 
 
 def _plain(units: Policy) -> str:

@@ -41,7 +41,11 @@ def check_shards(facts: Facts) -> None:
             )
         if not as_shard:
             continue
-        for user in _readers(param.node):
+        users = list(param.node.users)
+        for user in users:  # grows while it is walked
+            if ops.is_transfer(user):
+                users += user.users
+        for user in [user for user in users if not ops.is_transfer(user)]:
             if user.target is not ops.all_gather:
                 facts.fail(
                     "shards",
@@ -49,15 +53,6 @@ def check_shards(facts: Facts) -> None:
                     f"it reads the shard of {param.fqn!r} as if it were the parameter; read what "
                     "a gather returns",
                 )
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read `node`, directly or after transfers."""
-    users = list(node.users)
-    for user in users:  # grows while it is walked
-        if ops.is_transfer(user):
-            users += user.users
-    return [user for user in users if not ops.is_transfer(user)]
 
 
 def check_transfers(facts: Facts) -> None:
@@ -160,7 +155,13 @@ def check_reduces(facts: Facts) -> None:
             reduced_by[layout.fqn] = reduce
             _check_operand(facts, reduce, operand, layout)
         _check_values(facts, reduce, [layout.shard_shape for layout in layouts])
-    _check_kept(facts, reduced_by)
+    for node in facts.nodes:
+        if node.target is not ops.accumulate_grad or OneTensor.of(node).accumulated_as != "shard":
+            continue
+        name, shard = str(param_of(node)), node.args[0]
+        assert isinstance(shard, fx.Node)
+        if not _is_result(ops.origin(shard), name, reduced_by.get(name)):
+            facts.fail("reduces", node, f"%{shard.name} is no reduced shard of {name!r}")
     _check_returned(facts, reduced_by | averaged_by(facts, reduced_by))
 
 
@@ -178,17 +179,6 @@ def _check_operand(facts: Facts, reduce: fx.Node, operand: fx.Node, layout: Para
             f"%{operand.name} is {(shape, dtype)}, no gradient of "
             f"{layout.fqn!r} {(layout.shape, layout.dtype)}",
         )
-
-
-def _check_kept(facts: Facts, reduced_by: Mapping[str, fx.Node]) -> None:
-    """A shard that is kept for a later micro-batch is that of its own parameter."""
-    for node in facts.nodes:
-        if node.target is not ops.accumulate_grad or OneTensor.of(node).accumulated_as != "shard":
-            continue
-        name, shard = str(param_of(node)), node.args[0]
-        assert isinstance(shard, fx.Node)
-        if not _is_result(ops.origin(shard), name, reduced_by.get(name)):
-            facts.fail("reduces", node, f"%{shard.name} is no reduced shard of {name!r}")
 
 
 def _check_returned(facts: Facts, reduced_by: dict[str, fx.Node]) -> None:

@@ -110,7 +110,10 @@ def check_checks(facts: Facts) -> None:
     for check in checks:
         _check_operands(facts, check)
     for report in reports:
-        _check_report(facts, report, checks)
+        if values_of(report) != checks:
+            facts.fail("checks", report, "it must read each check once, in their order")
+        if facts.place[report] != len(facts.nodes) - 2:
+            facts.fail("checks", report, "it must be the last node before the output")
     if len(reports) > 1:
         facts.fail("checks", reports[1], f"%{reports[0].name} reports the checks already")
     if checks and not reports:
@@ -132,13 +135,6 @@ def _check_operands(facts: Facts, check: fx.Node) -> None:
     for user in check.users:
         if user.target is not ops.report_finite:
             facts.fail("checks", user, f"it reads %{check.name}, which only a report may read")
-
-
-def _check_report(facts: Facts, report: fx.Node, checks: list[fx.Node]) -> None:
-    if values_of(report) != checks:
-        facts.fail("checks", report, "it must read each check once, in their order")
-    if facts.place[report] != len(facts.nodes) - 2:
-        facts.fail("checks", report, "it must be the last node before the output")
 
 
 def _check_gradients(facts: Facts, checks: list[fx.Node]) -> None:

@@ -31,7 +31,17 @@ def check_copies(facts: Facts) -> None:
         if node.target in ops.COPIES:
             _check_copy(facts, node, copied)
     if Stage.OFFLOADED in facts.done:
-        _check_offloaded(facts)
+        grads = facts.program.results().grads
+        for param, grad in zip(facts.program.params, grads, strict=True):
+            if param.ignored:
+                continue
+            for user in param.node.users:
+                if user.target is not ops.to_device:
+                    facts.fail(
+                        "copies", user, f"it reads %{param.node.name}, which lies on the host"
+                    )
+            if grad is not None and not _on_host(grad):
+                facts.fail("copies", grad, f"the gradient of {param.fqn!r} is left on the device")
 
 
 def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> None:
@@ -39,7 +49,11 @@ def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> 
     if copy.target is ops.to_host:
         _check_on_host(facts, arrival)
     if param_of(copy) is not None:
-        _check_param(facts, copy)
+        name = str(param_of(copy))
+        param = facts.params[name].node
+        if (copy.target is ops.to_device) != (_source(copy) is param):
+            role = "the parameter" if copy.target is ops.to_device else "a gradient"
+            facts.fail("copies", copy, f"%{_source(copy).name} is not {role} {name!r}")
         return
     first = copied.setdefault(source, copy)
     if first is not copy:
@@ -48,27 +62,6 @@ def _check_copy(facts: Facts, copy: fx.Node, copied: dict[fx.Node, fx.Node]) -> 
         _check_freed(facts, copy, arrival, copied)
     elif not _on_host(source):
         facts.fail("copies", copy, f"%{source.name} does not lie on the host")
-
-
-def _check_param(facts: Facts, copy: fx.Node) -> None:
-    """A parameter is copied to the device, its gradient to the host."""
-    name = str(param_of(copy))
-    param = facts.params[name].node
-    if (copy.target is ops.to_device) != (_source(copy) is param):
-        role = "the parameter" if copy.target is ops.to_device else "a gradient"
-        facts.fail("copies", copy, f"%{_source(copy).name} is not {role} {name!r}")
-
-
-def _check_offloaded(facts: Facts) -> None:
-    grads = facts.program.results().grads
-    for param, grad in zip(facts.program.params, grads, strict=True):
-        if param.ignored:
-            continue
-        for user in param.node.users:
-            if user.target is not ops.to_device:
-                facts.fail("copies", user, f"it reads %{param.node.name}, which lies on the host")
-        if grad is not None and not _on_host(grad):
-            facts.fail("copies", grad, f"the gradient of {param.fqn!r} is left on the device")
 
 
 def _arrival(facts: Facts, copy: fx.Node) -> fx.Node:

@@ -148,7 +148,11 @@ class Values:
             elif ops.op_name(node) is None or ops.is_transfer(node) or node.target is ops.reshard:
                 values._visit(node)
             elif node.target in ops.RANDOM_STATES:
-                values._enter_state(node)
+                device = device_of(node)
+                values._set(node, values._state(device))
+                if node.target is ops.set_random_state:
+                    values.states[device] = values.number(node.args[0])
+                    values.replaying ^= {device}
             elif node.target is ops.accumulate_grad:
                 number = values.of_node[node.args[0]]  # type: ignore[index]
                 arguments = OneTensor.of(node)
@@ -320,13 +324,6 @@ class Values:
         if device not in self.states:
             self.states[device] = self.intern((_STATE, device))
         return self.states[device]
-
-    def _enter_state(self, node: fx.Node) -> None:
-        device = device_of(node)
-        self._set(node, self._state(device))
-        if node.target is ops.set_random_state:
-            self.states[device] = self.number(node.args[0])
-            self.replaying ^= {device}
 
     def _compute(self, node: fx.Node) -> None:
         """Number `node` by its operator and arguments, from the memo if possible."""

@@ -38,17 +38,14 @@ def check_values(facts: Facts) -> None:
         for name, end, now, was in zip(
             names, ends, values.ends[f"{kind}s"], captured.ends[f"{kind}s"], strict=True
         ):
-            recast = kind == "grad" and _may_be_recast(facts, name)
+            recast = kind == "grad" and (
+                Stage.CAST in facts.done and facts.plan.layouts[name].precision is not None
+            )
             if now != was and (
                 kind != "grad"
                 or not values.explains(name, now, was, zeros_need_sum=zeros_need_sum, recast=recast)
             ):
                 _blame(facts, captured, values, f"{kind} {name!r}", end, (now, was))
-
-
-def _may_be_recast(facts: Facts, param: str) -> bool:
-    """Whether the plan allows a gradient to be rounded to another dtype for its reduce."""
-    return Stage.CAST in facts.done and facts.plan.layouts[param].precision is not None
 
 
 def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
@@ -63,19 +60,14 @@ def _check_effects(facts: Facts, captured: Values, values: Values) -> None:
                 "reorder nodes that draw random numbers or write into their operands",
             )
     for node in values.repeated:
-        _check_repeated(facts, captured, values, node)
-
-
-def _check_repeated(facts: Facts, captured: Values, values: Values, node: fx.Node) -> None:
-    """Check that `node` draws the numbers of the node of forward that it says it repeats."""
-    repeats = str(node.meta.get(REPLAYS))
-    if captured.drawn.get(repeats) != values.drawn[node.name]:
-        facts.fail(
-            "same values",
-            node,
-            f"it draws other random numbers than %{repeats}, which it should draw again: it is "
-            "another operator, or the generator is in another state",
-        )
+        repeats = str(node.meta.get(REPLAYS))
+        if captured.drawn.get(repeats) != values.drawn[node.name]:
+            facts.fail(
+                "same values",
+                node,
+                f"it draws other random numbers than %{repeats}, which it should draw again: it is "
+                "another operator, or the generator is in another state",
+            )
 
 
 def _blame(
