@@ -454,16 +454,6 @@ def of_program(name: str, change: Callable[[Any], Any]) -> Edit:
     return lambda program, place: setattr(program, name, change(getattr(program, name)))
 
 
-def one_bit(value: torch.Tensor) -> torch.Tensor:
-    bits = value.clone().view(torch.int32)
-    bits[-1] ^= 1
-    return bits.view(value.dtype)
-
-
-def of_other_strides(value: torch.Tensor) -> torch.Tensor:
-    return torch.stack((value, value), -1)[..., 0]
-
-
 # -- random numbers and sizes -------------------------------------------------------------------
 
 

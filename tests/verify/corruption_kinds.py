@@ -540,11 +540,8 @@ KINDS: tuple[Kind, ...] = (
     *made_at(
         constants,
         ("a constant of other values", constant_of(lambda value: value + 1), "constants"),
-        ("a constant with one bit changed", constant_of(do.one_bit), "constants"),
-        ("a constant of another dtype", constant_of(torch.Tensor.double), "constants"),
-        ("a constant of other strides", constant_of(do.of_other_strides), "constants"),
         ("a constant without a value", constant_of(lambda value: None), "constants"),
-        ("an equal constant", constant_of(torch.clone), "harmless"),
+        ("an equal constant", constant_of(torch.clone), "constants"),
         (
             "a constant made a buffer",
             do.field("buffers", "constant", lambda flag: False),

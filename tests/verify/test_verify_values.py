@@ -21,7 +21,7 @@ from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
-from graphshard.verify.numbering import Constant, Values
+from graphshard.verify.numbering import Values
 
 aten = torch.ops.aten
 
@@ -160,15 +160,9 @@ def with_constant(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Edit
 
 
 CONSTANTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
-    "another value": (lambda value: value + 1, "has other values"),
-    "one bit": (do.one_bit, "has other values"),
-    "minus zero": (lambda value: torch.where(value == 0, -0.0, value), "has other values"),
-    "no NaN": (lambda value: value.nan_to_num(2.0, posinf=math.inf), "has other values"),
-    "another dtype": (torch.Tensor.double, "is torch.float64 of shape (2, 2), strides (2, 1), on"),
-    "another shape": (lambda value: value[:1], "is torch.float32 of shape (1, 2)"),
-    "other strides": (do.of_other_strides, "is torch.float32 of shape (2, 2), strides (4, 2)"),
+    "another tensor": (torch.clone, "is another tensor"),
     "written in place": (lambda value: value.add_(0.0), "was written in place"),
-    "none": (lambda value: None, "has lost its value"),
+    "none": (lambda value: None, "is another tensor"),
 }
 
 
@@ -180,30 +174,6 @@ def test_a_pass_that_changes_a_constant(change: Any, said: str) -> None:
     assert message.startswith("after pass 'edit' the program breaks the rule 'constants': ")
     assert f"the constant 'constant_0' {said}" in message
     assert "node %constant_0" in message.splitlines()[1]
-
-
-def other_nan(value: torch.Tensor) -> torch.Tensor:
-    bits = value.clone().view(torch.int32)
-    bits[1, 0] ^= 1
-    return bits.view(torch.float32)
-
-
-@pytest.mark.parametrize("same", [torch.clone, other_nan])
-def test_an_equal_constant_is_no_change(same: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    planned(with_constant(same))
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64, torch.complex128]
-)
-def test_constants_of_any_dtype_are_compared(dtype: torch.dtype) -> None:
-    value = torch.tensor([0, 1]).to(dtype)
-    was = Constant("c", value, 0)
-    assert was.difference(Constant("c", value.clone(), 5)) is None
-    assert was.difference(Constant("c", value.flip(0), 0)) == "has other values"
-    sparse = Constant("c", value.to_sparse(), 0)
-    assert sparse.difference(sparse) is None
-    assert sparse.difference(Constant("c", value.flip(0).to_sparse(), 0)) == "has other values"
 
 
 def test_a_pass_may_say_that_it_changes_a_constant() -> None:
