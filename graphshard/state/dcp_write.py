@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils.serialization import config as serialization
 
 from graphshard.errors import CheckpointError
 from graphshard.state.manifest import (
@@ -122,17 +122,6 @@ class _ChecksummedFiles(FileSystem):
         self.records[Path(path).name] = file.record
 
 
-@contextmanager
-def _without_zip_checksums() -> Iterator[None]:
-    """Leave out the CRC-32 of each record of `torch.save`, which `torch.load` does not compare."""
-    before = get_crc32_options()
-    set_crc32_options(False)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
-
-
 @dataclass(frozen=True)
 class _Names:
     """The names of a rank's files: `prefix`, a number, ".distcp"; and the ranks that save."""
@@ -194,7 +183,8 @@ class CommittingWriter(FileSystemWriter):
         self._names = names = plan.storage_data
         self.fs.records.clear()
         try:
-            with _without_zip_checksums():
+            # torch.load does not compare the CRC-32 of a record.
+            with serialization.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
                 results = super().write_data(plan, planner).wait()
         except BaseException:
             discard(self._folder, names.save_id, names.rank)

@@ -15,11 +15,12 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -37,17 +38,6 @@ SCHEDULER, SCALER, EXTRA = PARTS = ("scheduler", "scaler", "extra")
 
 
 Path = tuple[str | int, ...]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object whose state can be read and restored, as of torch.distributed.checkpoint."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Restore it."""
 
 
 def flatten(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
