@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,11 @@ from graphshard.errors import RuntimeStateError
 from graphshard.module.local_steps import step_locally
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import private
-from graphshard.torch_private.patches import patched_for_good, replace_dtensor_handler
+from graphshard.torch_private.patches import (
+    dtensor_handlers,
+    patched_for_good,
+    replace_dtensor_handler,
+)
 
 _INSTEAD = "make it of sharded.parameters(), after graphshard.compile"
 
@@ -161,7 +165,8 @@ def let_scalers_agree() -> None:
     stand beside DTensors; theirs are each rank's own, so what is found in them has to reach every
     rank of the mesh, over dimensions too in which nothing is sharded.
     """
-    replace_dtensor_handler(torch_compat.find_infinities(), _find_infinities)
+    op = torch_compat.find_infinities()
+    replace_dtensor_handler(op, partial(_find_infinities, dtensor_handlers().get(op)))
 
 
 def _find_infinities(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from graphshard.torch_private.coalesced import coalesced
 from graphshard.torch_private.compat import dtensor_like, group_backend, local_tensor
-from graphshard.torch_private.patches import dtensor_handlers, patched_for_good
+from graphshard.torch_private.patches import dtensor_handlers, replace_dtensor_handler
 
 aten = torch.ops.aten
 
@@ -70,13 +70,7 @@ def let_meshes_mix() -> None:
     calls, so it would refuse parameters of which some are split along one dim and some along two.
     """
     for op, handler in ((aten.stack.default, _stack), (aten._foreach_mul_.Tensor, _multiply)):
-        _handle(op, handler)
-
-
-def _handle(op: Any, handler: Any) -> None:
-    handlers = dtensor_handlers()
-    handlers.setdefault(op, None)
-    patched_for_good(handlers, op, handler, where=f"the handler of DTensors for {op}")
+        replace_dtensor_handler(op, handler)
 
 
 def _stack(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -108,7 +102,7 @@ def let_reals_be_views() -> None:
     torch gathers a vector first of which ranks have unequal parts, so that what an optimizer writes
     into the view is lost, and refuses one without dims.
     """
-    _handle(aten.view_as_real.default, _as_reals)
+    replace_dtensor_handler(aten.view_as_real.default, _as_reals)
 
 
 def _as_reals(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

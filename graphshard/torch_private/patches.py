@@ -11,7 +11,6 @@ import importlib
 import threading
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -130,10 +129,10 @@ def dtensor_handlers() -> dict[Any, Any]:
 
 
 def replace_dtensor_handler(op: Any, handler: Any) -> None:
-    """Let `handler(torch's own handler, op, args, kwargs)` run `op` on DTensors, for good."""
+    """Let `handler(op, args, kwargs)` run `op` on DTensors, for good."""
     handlers = dtensor_handlers()
-    replacement = partial(handler, handlers.get(op))
-    patched_for_good(handlers, op, replacement, where=f"the handler of DTensors for {op}")
+    handlers.setdefault(op, None)
+    patched_for_good(handlers, op, handler, where=f"the handler of DTensors for {op}")
 
 
 def _put_in_place(owner: Any, name: Any, new: Any, where: str | None) -> _Patch:
