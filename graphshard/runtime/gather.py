@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphshard.planning.layout import ParamLayout
 from graphshard.program.packing import GATHER_BELOW, MOVABLE
+from graphshard.program.sizes import contiguous_strides
 from graphshard.runtime.collectives import (
     BoundCollective,
     Message,
@@ -18,7 +19,7 @@ from graphshard.runtime.collectives import (
     Pending,
     poison_of,
 )
-from graphshard.runtime.group import Group, as_bytes, strides_of
+from graphshard.runtime.group import Group, as_bytes
 from graphshard.runtime.shards import part_of, put_together, without_padding
 from graphshard.runtime.streams import Copy
 from graphshard.torch_private import compat as torch_compat
@@ -120,7 +121,7 @@ class AllGather(BoundCollective):
         self.options.asyncOp = group.side_stream is None
         shapes = [o.layout.gathered_shape for o in self.operands]
         self.shapes = [
-            (shape, strides_of(shape), o.dtype)
+            (shape, contiguous_strides(shape), o.dtype)
             for shape, o in zip(shapes, self.operands, strict=True)
         ]
         layouts = [operand.layout for operand in self.operands]
@@ -296,7 +297,7 @@ class AllGatherInPlace(AllGather):
     def whole(self, index: int, pending: Pending) -> Tensor:
         """The resident parameter, at the beginning of the memory that has the shard."""
         shape = self.operands[index].layout.shape
-        return pending.operands[index].as_strided(shape, strides_of(shape), 0)
+        return pending.operands[index].as_strided(shape, contiguous_strides(shape), 0)
 
 
 class LocalGather(AllGather):

@@ -45,16 +45,6 @@ def as_reals(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of `shape`."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 @dataclass
 class Group:
     """Ranks that communicate.

@@ -25,7 +25,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from graphshard.errors import PlanError, RuntimeStateError
 from graphshard.planning.layout import ParamLayout
-from graphshard.runtime.group import Group, strides_of
+from graphshard.program.sizes import contiguous_strides
+from graphshard.runtime.group import Group
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.dtensors import let_reals_be_views
 from graphshard.torch_private.patches import patched_for_good
@@ -40,7 +41,7 @@ def part_of(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
 
 def without_padding(stored: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The part of `shape` in the contiguous `stored`, which has room for a full one, as a view."""
-    return stored.as_strided(shape, strides_of(shape))
+    return stored.as_strided(shape, contiguous_strides(shape))
 
 
 def put_together(by_rank: Tensor, whole: Tensor, layout: ParamLayout) -> Tensor:
@@ -359,7 +360,7 @@ class Shard:
             placements,
             run_check=False,
             shape=shape,
-            stride=strides_of(shape),
+            stride=tuple(contiguous_strides(shape)),
         )
         if on_other_device:
             dtensor = torch_compat.dtensor_like(dtensor, local)
