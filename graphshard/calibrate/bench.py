@@ -24,7 +24,7 @@ from graphshard.format import human_bytes
 from graphshard.program import ops
 from graphshard.runtime.group import Group
 from graphshard.runtime.links import TimedCollective, contention_on_host
-from graphshard.runtime.measure import Ranks, Stopwatch, Timing, Watch
+from graphshard.runtime.measure import Stopwatch, Timing, Watch
 
 GATHER_BYTES = 256 << 20
 """Bytes of the gather beside which a CUDA device computes."""
@@ -78,7 +78,7 @@ class Beside:
         computed.synchronize()
         return begin.elapsed_time(moved) / 1e3, started.elapsed_time(computed) / 1e3
 
-    def contention(self, ranks: Ranks) -> Contention:
+    def contention(self, ranks: Group) -> Contention:
         """The mean over `ranks`, all of which must call this at the same point.
 
         Both take about as long alone, so that they are under way together for most of their time.
@@ -133,7 +133,7 @@ class HostBench:
         """A stopwatch for one stage."""
         return Watch(self.device)
 
-    def collective_bytes(self, ranks: Ranks, share: float = 1.0) -> tuple[int, ...]:
+    def collective_bytes(self, ranks: Group, share: float = 1.0) -> tuple[int, ...]:
         """Bytes of the collectives to measure, the same on all `ranks`; a `share` of the sizes."""
         sizes = (16 * _KIB, 256 * _KIB, 2048 * _KIB, 8192 * _KIB, 32768 * _KIB)
         return sizes[: max(3, round(share * len(sizes)))]
@@ -213,7 +213,7 @@ class CudaBench(HostBench):
         self._watches.append(watch)
         return watch
 
-    def collective_bytes(self, ranks: Ranks, share: float = 1.0) -> tuple[int, ...]:
+    def collective_bytes(self, ranks: Group, share: float = 1.0) -> tuple[int, ...]:
         """Bytes of the collectives to measure: as a unit has, if memory has room for them."""
         room, small = self._room(ranks), super().collective_bytes(ranks, share)
         fitting = tuple(size for size in self.large if size <= room)
@@ -260,7 +260,7 @@ class CudaBench(HostBench):
         behind = f"{late} operators wait for the device themselves, which is in their times"
         return [*self._notes, *([behind] if late else [])]
 
-    def _room(self, ranks: Ranks) -> int:
+    def _room(self, ranks: Group) -> int:
         """Bytes of a collective for which every rank has memory: a sixteenth of what is free."""
         self.cuda.empty_cache()
         free, _ = self.cuda.mem_get_info(self.device)

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+
+from graphshard.runtime.group import Group
 
 
 class Benchmark(Protocol):
@@ -39,15 +41,6 @@ class Stopwatch(Protocol):
 
     def __call__(self, benchmark: Benchmark, times: int) -> float:
         """Return the seconds per run, over `times` runs."""
-
-
-class Ranks(Protocol):
-    """The ranks that measure together, such as a `graphshard.runtime.group.Group`."""
-
-    size: int
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the `value` of every rank, in order."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,7 @@ class Watch:
 def measure(
     benchmarks: Sequence[Benchmark],
     watch: Stopwatch,
-    ranks: Ranks,
+    ranks: Group,
     effort: Effort,
     done: Callable[[], None] = lambda: None,
 ) -> list[Timing]:
@@ -159,7 +152,7 @@ def measure(
     return _mean_over(ranks, timings)
 
 
-def _mean_over(ranks: Ranks, timings: list[Timing]) -> list[Timing]:
+def _mean_over(ranks: Group, timings: list[Timing]) -> list[Timing]:
     rounds = ranks.all_gather_object([timing.rounds for timing in timings])
     if len(rounds) == 1:
         return timings
