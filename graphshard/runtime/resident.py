@@ -304,14 +304,14 @@ class ResidentRows:
 
 def _differ(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
     """Whether two tensors of a pair, equal in shape and dtype, differ in any bit."""
-    words = [_words(mine, other) for mine, other in pairs]
+    words = [words_of(mine, other) for mine, other in pairs]
     if words[0][0].device.type == "cpu":
         return not all(torch.equal(mine, other) for mine, other in words)
     # The host waits once for all of them.
     return bool(torch.stack([torch.ne(mine, other).any() for mine, other in words]).any())
 
 
-def _words(*pair: Tensor) -> list[Tensor]:
+def words_of(*pair: Tensor) -> list[Tensor]:
     """The bits of contiguous tensors of one shape, as the widest integers that fit them all.
 
     A view of rows may begin where no wide integer does, and its copy elsewhere.

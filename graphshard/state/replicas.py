@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from graphshard.errors import CollectiveError, PolicyError, ReplicaError
 from graphshard.format import some_of
 from graphshard.runtime.calls import require_names
 from graphshard.runtime.lowered import Bindings
-from graphshard.runtime.resident import ResidentShard
+from graphshard.runtime.resident import ResidentShard, words_of
 from graphshard.runtime.shards import distinct
 
 _CHUNK = 1 << 20
@@ -35,9 +35,6 @@ _STALE = -1
 
 _MISSING = -2
 """In place of the checksum of what this rank alone does not have, such as a buffer that is None."""
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def checksum(tensor: Tensor) -> Tensor:
     A sum of words times odd random numbers, modulo 2^64: a difference in one word always shows,
     and one in several words is missed once in 2^62.
     """
-    words = _words(tensor.detach())
+    (words,) = words_of(tensor.detach().contiguous())
     seed = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     total = torch.full((), seed, dtype=torch.int64, device=tensor.device)
     factors = _factors(tensor.device)
@@ -88,16 +85,6 @@ def checksum(tensor: Tensor) -> Tensor:
         part = (part * odd).sum() if part.is_cuda else torch.dot(part, odd)
         total = total * 0x5851F42D4C957F2D + part
     return total
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, as the widest integers that fit them."""
-    flat = tensor.contiguous().view(-1)
-    size = flat.element_size()
-    flat = flat.view(_INTEGERS.get(size, torch.int64))
-    if size < 8 and flat.numel() % (8 // size) == 0 and flat.storage_offset() % (8 // size) == 0:
-        return flat.view(torch.int64)
-    return flat
 
 
 @cache
@@ -131,18 +118,17 @@ def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Dif
 
     Those named in `leave_out`, the same on every rank, may differ.
     """
-    return _differences(
-        bindings, lambda: [copy for copy in copies_of(bindings) if copy.name not in leave_out]
-    )
+    copies = (copy for copy in copies_of(bindings) if copy.name not in leave_out)
+    return _differences(bindings, copies)
 
 
-def _differences(bindings: Bindings, copies_here: Callable[[], list[Copy]]) -> list[Difference]:
-    """See `differences`; `copies_here()` gives this rank's copies, of the same names on each."""
+def _differences(bindings: Bindings, copies_here: Iterable[Copy]) -> list[Difference]:
+    """See `differences`; `copies_here` gives this rank's copies, of the same names on each."""
     group = bindings.group
     if group.size == 1 or group.backend == "fake":
         return []
     with bindings.agreement.part() as part, torch.no_grad():
-        copies = copies_here()
+        copies = list(copies_here)
         part.same += [copy.name for copy in copies]
         sums = [torch.tensor(group.shard.rank, device="cpu"), *map(_sum_of, copies)]
         sent = torch.stack([each.to(group.device) for each in sums])
@@ -184,22 +170,30 @@ def _differing(copy: Copy, sums: dict[int, int]) -> list[Difference]:
     return [Difference(copy.what, copy.name, ranks, tuple(others))]
 
 
-def message_of(found: list[Difference]) -> str:
+_DIFFER = "copies of one tensor differ between ranks"
+
+
+_MEND = (
+    "something changed them on some ranks only, such as a write by rank, another seed, or "
+    "gradients that were not averaged; load a checkpoint, or broadcast the right copy"
+)
+
+
+def message_of(found: list[Difference], what: str = _DIFFER, advice: str = _MEND) -> str:
     """What an error or a warning says of differences."""
-    return (
-        f"copies of one tensor differ between ranks: {some_of([str(one) for one in found], ', ')}; "
-        "something changed them on some ranks only, such as a write by rank, another seed, or "
-        "gradients that were not averaged; load a checkpoint, or broadcast the right copy"
-    )
+    return f"{what}: {some_of([str(one) for one in found], ', ')}; {advice}"
 
 
 def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
     """Check that all copies are equal."""
-    found = differences(bindings, leave_out)
+    _require_none(bindings, differences(bindings, leave_out), _DIFFER, _MEND)
+
+
+def _require_none(bindings: Bindings, found: list[Difference], what: str, advice: str) -> None:
     if found:
         ranks = {one.name: one.ranks for one in found}
         with bindings.agreement.part():  # in which all ranks see that all raise it
-            raise ReplicaError(message_of(found), ranks)
+            raise ReplicaError(message_of(found, what, advice), ranks)
 
 
 def require_one_model(bindings: Bindings, model: nn.Module) -> None:
@@ -212,9 +206,10 @@ def require_one_model(bindings: Bindings, model: nn.Module) -> None:
     names = [shard.layout.fqn for shard in distinct(bindings.shards) if not shard.layout.ignored]
     whole: list[tuple[str, str, Tensor]] = [("parameter", name, params[name]) for name in names]
     whole += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
-    _require_one(
+    copies = [Copy(what, name, None if value.is_meta else value) for what, name, value in whole]
+    _require_none(
         bindings,
-        [Copy(what, name, None if value.is_meta else value) for what, name, value in whole],
+        _differences(bindings, copies),
         "the ranks came with different weights",
         "each would train its shard of another model. Pass sync_module_states=True in the policy "
         "to take rank 0's, or build the model from one seed or checkpoint on all ranks (write "
@@ -236,22 +231,13 @@ def require_one_source(bindings: Bindings, values: Mapping[str, Tensor | None]) 
             copies.append(
                 Copy("parameter", shard.layout.fqn, None if own else value, must_be=not own)
             )
-    _require_one(
+    _require_none(
         bindings,
-        copies,
+        _differences(bindings, copies),
         "the ranks load different weights",
         "each would keep its shard of another model. Pass one state dict on all ranks, or rank 0's "
         "alone: load_full_state_dict(state_dict if rank == 0 else None)",
     )
-
-
-def _require_one(bindings: Bindings, copies: list[Copy], what: str, advice: str) -> None:
-    found = _differences(bindings, lambda: copies)
-    if found:
-        ranks = {one.name: one.ranks for one in found}
-        with bindings.agreement.part():  # in which all ranks see that all raise it
-            texts = some_of([str(one) for one in found], ", ")
-            raise ReplicaError(f"{what}: {texts}; {advice}", ranks)
 
 
 def names_matching(bindings: Bindings, leave_out: Any) -> frozenset[str]:
