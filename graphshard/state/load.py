@@ -100,25 +100,16 @@ def match(
         key_of[name] = key
     matched = Match()
     persistent = [state_tensor for state_tensor in state_tensors if state_tensor.persistent]
-    optional = {
-        name
-        for state_tensor in state_tensors
-        if not state_tensor.persistent
-        for name in state_tensor.names
-    }
     for state_tensor in persistent:
         named = [key_of[name] for name in state_tensor.names if name in key_of]
         if named:
             matched.keys[state_tensor.name] = named[0]
         else:
             matched.missing.append(state_tensor.name)
-    persistent_names = {name for state_tensor in persistent for name in state_tensor.names}
     matched.unexpected = [
         key
         for key, name in name_of.items()
-        if name not in persistent_names
-        and name not in optional
-        and not any(re.search(pattern, key) for pattern in rules.ignored)
+        if name not in names and not any(re.search(pattern, key) for pattern in rules.ignored)
     ]
     if strict:
         _require_complete(matched, persistent, infos)
@@ -133,23 +124,19 @@ def _require_complete(
     matched: Match, persistent: Sequence[StateTensor], infos: TensorInfos
 ) -> None:
     if matched.missing:
-        count = len(matched.missing)
+        count, hint = len(matched.missing), ""
+        if count == len(persistent) and infos:
+            hint = f"; its first key is {next(iter(infos))!r}: is it another model's?"
         raise CheckpointError(
             f"the checkpoint has no {matched.missing[0]!r}; it must have every parameter and "
             f"buffer of the model and lacks {count} of {len(persistent)}"
-            f"{_hint(count, persistent, infos)}"
+            f"{hint}"
         )
     if matched.unexpected:
         raise CheckpointError(
             f"the checkpoint has {matched.unexpected[0]!r}, which the model does not have "
             f"({len(matched.unexpected)} such keys); remove or rename it, or pass strict=False"
         )
-
-
-def _hint(missing: int, persistent: Sequence[StateTensor], infos: TensorInfos) -> str:
-    if missing < len(persistent) or not infos:
-        return ""
-    return f"; its first key is {next(iter(infos))!r}: is it another model's?"
 
 
 def _require_fit(

@@ -197,9 +197,8 @@ def writing(path: str | os.PathLike[str], write: Callable[[], Any]) -> Callable[
 
 def saved_dtype(state_tensor: StateTensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype of a tensor in a file that is to have floating point values of `dtype`."""
-    return (
-        dtype if dtype is not None and state_tensor.dtype.is_floating_point else state_tensor.dtype
-    )
+    own = state_tensor.dtype
+    return dtype if dtype is not None and own.is_floating_point else own
 
 
 def save_pretrained(
@@ -425,9 +424,7 @@ def iter_full(
         tensors = by_name(state_tensors_of(module, bindings))
         entries = []
         for name in module.state_dict(keep_vars=True):
-            source = tensors[name]
-            cast = dtype is not None and source.dtype.is_floating_point
-            entries.append(_Entry(name, source, dtype if cast and dtype else source.dtype))
+            entries.append(_Entry(name, tensors[name], saved_dtype(tensors[name], dtype)))
         batches = _batches(entries, max_bytes)
         part.same += [gathered_line(each.name, each.source.tensor) for each in entries]
     return _hand_out(batches, bindings, bindings.agreement.text)
