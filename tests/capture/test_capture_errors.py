@@ -22,7 +22,7 @@ def refused(model, *args, **kwargs) -> str:
 
 def branch_on_values(m, x):
     if m.fc(x).sum() > 0:  # the line at fault
-        return x
+        return x.cos()
     return -x
 
 

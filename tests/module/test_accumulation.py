@@ -1,8 +1,4 @@
-"""Gradient accumulation: kept unsharded, or reduced with each micro-batch.
-
-Under other strategies, and as shards that replicas average later, `test_option_matrix_ranks.py`
-accumulates.
-"""
+"""Gradient accumulation: kept unsharded, or reduced with each micro-batch."""
 
 from __future__ import annotations
 
@@ -16,14 +12,14 @@ import torch
 import torch.distributed as dist
 from full_tensors import full
 from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params
-from models import ManyOutputs, features_of, tokens_of
+from models import Block, ManyOutputs, Odd, features_of, tokens_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphshard
-from graphshard.errors import RuntimeStateError
+from graphshard.errors import PassError, RuntimeStateError
 
 MICRO = 3
 
@@ -38,8 +34,18 @@ def micro_batches(rank: int, step: int) -> list[tuple[Tensor, ...]]:
 
 def kept_is_one_process_s(rank: int) -> None:
     """Two steps of three micro-batches, the last of which reduces."""
+    for strategy in ("FULL_SHARD", "NO_SHARD") if exact() else ("FULL_SHARD",):
+        kept_with(strategy, rank)
+
+
+def kept_under_other_strategies(rank: int) -> None:
+    for strategy in ("SHARD_GRAD_OP", "SHARD_OPTIMIZER"):
+        kept_with(strategy, rank)
+
+
+def kept_with(strategy: str, rank: int) -> None:
     model = gpt(1)
-    sharded = compiled(model)
+    sharded = compiled(model, strategy=strategy)
     optim = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     reference = OneProcess(
         model, dist.get_world_size(), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2)
@@ -57,11 +63,14 @@ def kept_is_one_process_s(rank: int) -> None:
         sharded.zero_grad()
         reference.step()
     same_params(sharded, reference.model, exact=exact())
-    keep, add = {"accumulate_grad"}, {"add_accumulated", "reduce_scatter"}
-    kinds = [ops_of(program) & (keep | add) for program in sharded.programs]
-    assert keep in kinds
-    assert add in kinds
-    assert all(kind in (keep, add) for kind in kinds)
+    reduce = "all_reduce" if strategy == "NO_SHARD" else "reduce_scatter"
+    kinds = [
+        ops_of(program) & {"accumulate_grad", "add_accumulated", reduce}
+        for program in sharded.programs
+    ]
+    assert {"accumulate_grad"} in kinds
+    assert {"add_accumulated", reduce} in kinds
+    assert all(kind in ({"accumulate_grad"}, {"add_accumulated", reduce}) for kind in kinds)
 
 
 @contextlib.contextmanager
@@ -138,6 +147,107 @@ def reduced_each_time(rank: int) -> None:
         backward(sharded, rank, *second)
     backward(sharded, rank, *third)
     same_grads(sharded, reference.model, exact=False)
+
+
+def only_all_reduce_put_off(rank: int) -> None:
+    """Four ranks as 2 x 2: as `fully_shard` without all-reduce, and as one process."""
+    model = gpt(1)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    theirs = copy.deepcopy(model)
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    reference = OneProcess(model, 4)
+    reference.backward(lambda r: micro_batches(r, 0))
+    sharded = graphshard.compile(
+        model, graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD"), mesh=mesh
+    )
+    batches = micro_batches(rank, 0)
+    theirs.set_requires_all_reduce(False)
+    with sharded.no_sync(all_reduce_only=True):
+        for batch in batches[:-1]:
+            backward(sharded, rank, *batch)
+            backward(theirs, rank, *batch)
+    theirs.set_requires_all_reduce(True)
+    backward(sharded, rank, *batches[-1])
+    backward(theirs, rank, *batches[-1])
+    same_grads(sharded, reference.model, exact=False)
+    for ours, other in zip(sharded.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(full(ours.grad), full(other.grad), rtol=1e-5, atol=1e-8)
+    keep, add = sharded.programs
+    assert ops_of(keep) & {
+        "accumulate_grad",
+        "add_accumulated",
+        "reduce_scatter",
+        "all_reduce",
+    } == {
+        "accumulate_grad",
+        "reduce_scatter",
+    }
+    assert ops_of(add) >= {"add_accumulated", "reduce_scatter", "all_reduce"}
+    assert "bytes of shards of gradients" in str(keep)
+    sharded.zero_grad()
+    first, second, third = batches
+    with sharded.no_sync():  # first whole gradients, then shards
+        backward(sharded, rank, *first)
+    with sharded.no_sync(all_reduce_only=True):
+        backward(sharded, rank, *second)
+    backward(sharded, rank, *third)
+    same_grads(sharded, reference.model, exact=False)
+
+
+def odd_parameters_on_replicas(rank: int) -> None:
+    """Replicated parameters are reduced each time, whatever is put off."""
+    torch.manual_seed(0)
+    model = Odd()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sharded = graphshard.compile(
+        model, graphshard.BlockPolicy({Block}, strategy="HYBRID_SHARD_ZERO2"), mesh=mesh
+    )
+    reference = OneProcess(model, 4)
+    reference.backward(lambda r: [features_of(r, s, 16) for s in range(2)])
+    with sharded.no_sync(all_reduce_only=True):
+        backward(sharded, rank, *features_of(rank, 0, 16))
+    backward(sharded, rank, *features_of(rank, 1, 16))
+    same_grads(sharded, reference.model, exact=False)
+    norm = sharded.clip_grad_norm_(1e6)
+    theirs = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1e6)
+    torch.testing.assert_close(norm, theirs, rtol=1e-6, atol=0)
+    flat = compiled(model)
+    with flat.no_sync(all_reduce_only=True), pytest.raises(PassError, match="over replicas"):
+        flat(*features_of(rank, 0, 16))
+
+
+class Heads(nn.Module):
+    """Uses one head or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Block(dropout=0.0)
+        self.left = nn.Linear(16, 5)
+        self.right = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left if left else self.right)(self.trunk(x)).pow(2).mean()
+
+
+def other_parameters(rank: int) -> None:
+    """What an earlier micro-batch kept is reduced although the last does not use it."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        torch.manual_seed(0)
+        model = Heads()
+        sharded = graphshard.compile(
+            model, graphshard.BlockPolicy({Block, "Linear"}, strategy=strategy), check=True
+        )
+        reference = OneProcess(model, dist.get_world_size())
+        reference.backward(lambda r: [(*features_of(r, s, 16), s == 0) for s in range(2)])
+        with sharded.no_sync():
+            backward(sharded, rank, *features_of(rank, 0, 16), True)
+        backward(sharded, rank, *features_of(rank, 1, 16), False)
+        same_grads(sharded, reference.model, exact=exact())
+        backward(sharded, rank, *features_of(rank, 1, 16), False)  # nothing is kept any more
+        assert "add_accumulated" not in ops_of(sharded.program)
+        assert not sharded._graphshard.bindings.accumulated.tensors
 
 
 def partial_backwards(rank: int) -> None:
@@ -237,11 +347,18 @@ ON_TWO = [
     kept_is_fully_shard_s,
     switches_are_fully_shard_s,
     reduced_each_time,
+    other_parameters,
     partial_backwards,
     forwards_before_backwards,
     dropped_and_refused,
     ranks_must_agree,
 ]
+ON_FOUR = [
+    kept_is_one_process_s,
+    only_all_reduce_put_off,
+    odd_parameters_on_replicas,
+]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
-test_on_four_ranks = pytest.mark.slow(on_ranks([kept_is_one_process_s], 4, timeout=400))
+test_more_on_two_ranks = pytest.mark.slow(on_ranks([kept_under_other_strategies], 2))
+test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
