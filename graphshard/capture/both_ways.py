@@ -108,7 +108,7 @@ class _Run(TorchFunctionMode):
         super().__init__()
         self.calls: list[_Call] = []
         self._answer = answer
-        self._asked: dict[int, int] = {}  # the numbers of the questions, by the tensor asked
+        self._asked: dict[tuple[int, int], int] = {}  # numbers, by tensor and its version
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
@@ -120,7 +120,8 @@ class _Run(TorchFunctionMode):
         except undecided_error():
             if func is not Tensor.__bool__:
                 raise
-            number = self._asked.setdefault(id(args[0]), len(self._asked))
+            asked = id(args[0]), args[0]._version
+            number = self._asked.setdefault(asked, len(self._asked))
             if number == _MOST:
                 raise BothWaysError("a loop asks how often to go on") from None
             line = without_folder(user_line_here())
@@ -165,18 +166,21 @@ class _Run(TorchFunctionMode):
 class _Skips:
     """What the answers skip, found by comparing runs with the one that skips nothing.
 
+    operands: of each call of that run.
     stands_for: for a tensor that skipped operators give, the number of the question, and the
         tensor that the code goes on with where they are skipped.
+    segments: the calls that the answers skip, by question.
     """
 
     def __init__(self, whole: _Run) -> None:
         self.whole = whole
         self.stands_for: dict[_Name, tuple[int, _Name]] = {}
-        self._operands = whole.names()
+        self.segments: dict[int, range] = {}
+        self.operands = whole.names()
         self._stretches = whole.stretches()
         self._inputs = {
             id(whole.tensor(name)): name
-            for names in self._operands
+            for names in self.operands
             for name in names
             if not name.is_result
         }
@@ -188,6 +192,7 @@ class _Skips:
     def learn(self, other: _Run, skipped: set[int]) -> None:
         """Learn from a run in which the questions `skipped` skip what they can."""
         segments = self._segments(other, skipped)
+        self.segments |= {question: segments[question] for question in skipped}
         for name, instead in self._pairs(other, segments):
             if instead == self._resolved(name, skipped):
                 continue
@@ -207,10 +212,10 @@ class _Skips:
             if instead != self._resolved(name, skipped):
                 raise BothWaysError("its answer and that to another question depend on each other")
 
-    def check_writes(self, other: _Run, skipped: set[int]) -> None:
+    def check_writes(self) -> None:
         """Check that no skipped operator writes what others have, nor others what it gives."""
         calls = self.whole.calls
-        for segment in self._segments(other, skipped).values():
+        for segment in self.segments.values():
             before = {
                 storage_key(tensor)
                 for call in calls[: segment.start]
@@ -261,7 +266,7 @@ class _Skips:
         kept = [place for place in range(len(self.whole.calls)) if place not in left_out]
         for place, there, call in zip(kept, other.names(), other.calls, strict=True):
             for name, theirs, tensor in zip(
-                self._operands[place], there, call.operands, strict=True
+                self.operands[place], there, call.operands, strict=True
             ):
                 if theirs.is_result:
                     yield name, _Name(kept[theirs.call], theirs.place, True)
@@ -282,7 +287,13 @@ class _Applied(TorchFunctionMode):
     def __init__(self, skips: _Skips, skipping: Sequence[bool]) -> None:
         super().__init__()
         self._calls = skips.whole.calls
+        self._operands = skips.operands
         self._stands_for = skips.stands_for
+        self._skipped = {
+            call: (question, segment.start)
+            for question, segment in skips.segments.items()
+            for call in segment
+        }
         self._skipping = skipping
         self._needed = {name for _, name in skips.stands_for.values()}
         self._tensors: dict[_Name, Tensor] = {}
@@ -295,21 +306,45 @@ class _Applied(TorchFunctionMode):
             self._at += 1
             if call.question is None:
                 return func(*args)
-            self._asked.setdefault(call.question, args[0])
+            if call.question not in self._asked:  # its values now, whatever is written to it later
+                self._asked[call.question] = args[0].reshape(()).ne(0)
             return not self._skipping[call.question]
+        at = self._at
+        given, structure = tree_flatten((args, kwargs or {}))
+        if func == call.func and at in self._skipped:
+            args, kwargs = tree_unflatten(self._gated(at, given), structure)
         leaves, structure = tree_flatten(func(*args, **(kwargs or {})))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if func != call.func:
             if places:
                 raise BothWaysError("two runs of the forward call different operators")
             return tree_unflatten(leaves, structure)
-        at, self._at = self._at, self._at + 1
-        self._keep(at, _tensors((args, kwargs or {})), is_result=False)
+        self._at += 1
+        self._keep(at, [leaf for leaf in given if isinstance(leaf, Tensor)], is_result=False)
         for number, place in enumerate(places):
             if (name := _Name(at, number, True)) in self._stands_for:
                 leaves[place] = self._chosen(leaves[place], *self._stands_for[name])
         self._keep(at, [leaves[place] for place in places], is_result=True)
         return tree_unflatten(leaves, structure)
+
+    def _gated(self, at: int, given: Sequence[Any]) -> list[Any]:
+        """What a skipped operator is given, with zeros for gradients where it is skipped.
+
+        Its backward may make NaN of zeros, as that of a division by a norm of 0 does.
+        """
+        question, start = self._skipped[at]
+        asked = self._asked[question]
+        is_skipped = asked if self._skipping[question] else ~asked
+        names = iter(self._operands[at])
+        gated = []
+        for leaf in given:
+            if isinstance(leaf, Tensor):
+                name = next(names)
+                is_outside = not name.is_result or name.call < start
+                if is_outside and leaf.requires_grad and torch.is_grad_enabled():
+                    leaf = torch.ops.graphshard.gate(leaf, is_skipped.to(leaf.device))
+            gated.append(leaf)
+        return gated
 
     def _keep(self, at: int, tensors: Sequence[Tensor], *, is_result: bool) -> None:
         for place, tensor in enumerate(tensors):
@@ -317,7 +352,7 @@ class _Applied(TorchFunctionMode):
                 self._tensors[name] = tensor
 
     def _chosen(self, whole: Tensor, question: int, instead: _Name) -> Tensor:
-        asked = self._asked[question].reshape(()).bool().to(whole.device)
+        asked = self._asked[question].to(whole.device)
         skipped = self._tensors[instead]
         ways = (skipped, whole) if self._skipping[question] else (whole, skipped)
         return torch.where(asked, *ways)
@@ -370,12 +405,14 @@ class BothWays:
 
         skips = _Skips(skip(set()))
         # Where every second one skips, the operators of the next take what stands for the skipped.
-        runs = [(skipped, skip(skipped)) for skipped in (even, every - even, every)]
+        first = {*range(len(skipping) // 2)}
+        subsets = (even, every - even, every, first, every - first)
+        runs = [(skipped, skip(skipped)) for skipped in subsets]
         for skipped, other in runs[:2]:
             skips.learn(other, skipped)
         for skipped, other in runs:
             skips.check(other, skipped)
-        skips.check_writes(runs[-1][1], every)
+        skips.check_writes()
         self.notes = [
             f"{line} asks {count} times: what eager skips by the answer runs in every call, and "
             "torch.where leaves out its results"
@@ -403,3 +440,36 @@ class BothWays:
         """Note what the run returns, and what `other` things it changes."""
         if self._now is not None:
             self._now.end(results, other)
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+_library = torch.library.Library("graphshard", "FRAGMENT")
+_library.define("gate(Tensor x, Tensor is_skipped) -> Tensor")
+
+GATE = torch.ops.graphshard.gate.default
+"""Gives its first argument, whose gradient is zeros if the second is true; it is no node."""
+
+
+@torch.library.impl(_library, "gate", "CompositeExplicitAutograd")
+def _gate(x: Tensor, is_skipped: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.register_fake("graphshard::gate", lib=_library)
+def _gate_fake(x: Tensor, is_skipped: Tensor) -> Tensor:
+    return x.new_empty_strided(x.shape, x.stride())
+
+
+def _keep_skipped(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _gate_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (is_skipped,) = ctx.saved_tensors
+    return grad.masked_fill(is_skipped, 0), None
+
+
+torch.library.register_autograd(
+    "graphshard::gate", _gate_backward, setup_context=_keep_skipped, lib=_library
+)

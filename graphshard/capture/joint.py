@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from graphshard.capture.annotation import CALLS, FQN, KEEP, LINE, REGION
 from graphshard.capture.as_eager import keep_lstm_workspaces
 from graphshard.capture.borders import RepetitionError
+from graphshard.capture.both_ways import GATE
 from graphshard.capture.structure import Structure
 from graphshard.capture.templates import Copies, is_backward, notes_of
 from graphshard.capture.traced_module import IDENTITY, TracedModel
@@ -245,7 +246,7 @@ class _Builder:
             stands_for = self.copies.of(old, self.new, add)
             if stands_for is not None:
                 self.new[old] = stands_for
-            elif old.target is IDENTITY:
+            elif old.target in (IDENTITY, GATE):
                 self.new[old] = self.new[old.args[0]]
             elif size_nodes is None:
                 self.new[old] = self._copy_node(old, self.new, notes_of(old))

@@ -74,6 +74,14 @@ def by_activations(m, x):
     return m.layers[1](y)
 
 
+def guards_a_norm(m, x):
+    y = m.layers[0](x)
+    y = (y - y.detach()) * 2  # zeros, by which a norm's gradient is NaN
+    if y.norm() > 0:
+        y = y / y.norm()
+    return m.layers[1](y)
+
+
 def returns_early(m, x):
     y = m.layers[0](x)
     return y.sum() if drawn() else m.layers[1](y).sum()
@@ -94,6 +102,15 @@ def writes_its_own(m, x):
         z.add_(1)
         y = z * 2
     return y
+
+
+def asks_what_changes(m, x):
+    x, stops = m.fc(x), drawn()
+    for layer in m.layers:
+        if not stops:
+            x = layer(x)
+        stops.logical_or_(drawn())
+    return x
 
 
 def same_as_eager(model, sharded, *args, seeds=8):
@@ -120,9 +137,11 @@ def same_as_eager(model, sharded, *args, seeds=8):
         (asks_twice, 5),
         (encodes_and_decodes, 5),
         (by_activations, 1),
+        (guards_a_norm, 1),
         (returns_early, 1),
         (skips_two_values, 2),
         (writes_its_own, 1),
+        (asks_what_changes, 5),
     ],
 )
 def test_skipped_operators_run_and_are_left_out(forward, count):
