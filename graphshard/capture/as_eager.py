@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from graphshard.capture.ctc import CTC_RULES
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
@@ -58,6 +59,7 @@ def eager_kernels() -> Iterator[None]:
         packet = getattr(torch.ops.aten, name)
         rules[packet.vec] = partial(_interpolate, packet.default)
     rules[torch.ops.aten.max_pool1d.default] = _max_pool1d
+    rules |= CTC_RULES
     with torch_trace.tracing_rules(rules):
         yield
 

@@ -28,8 +28,13 @@ from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.trace import storage_key
 from graphshard.torch_private.unbacked import ignore_new_symbols, undecided_error
 
-_READS = frozenset({Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__})
-"""What gives the number in a tensor; a functional tensor uses the first for all."""
+_READS = (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
+_CASTS = (
+    *(Tensor.to, Tensor.bool, Tensor.char, Tensor.byte, Tensor.short, Tensor.int, Tensor.long),
+    *(Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double, Tensor.cpu, Tensor.cuda),
+)
+_KINDS = {func: kind[0] for kind in (_READS, _CASTS) for func in kind}
+"""A functional tensor calls the first function of a kind for all of the kind."""
 
 _MOST = 256
 """How many questions a run may ask."""
@@ -83,6 +88,10 @@ class _Call:
             and all(map(_are_same, self.given, other.given))
             and [*map(_form, self.results)] == [*map(_form, other.results)]
         )
+
+
+def _kind(func: Any) -> Any:
+    return _KINDS.get(func, func)
 
 
 def _are_same(one: Any, other: Any) -> bool:
@@ -302,7 +311,8 @@ class _Applied(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = self._calls[self._at]
-        if call.func in _READS and func in _READS:
+        is_planned = _kind(func) == _kind(call.func)
+        if is_planned and func in _READS:
             self._at += 1
             if call.question is None:
                 return func(*args)
@@ -311,11 +321,11 @@ class _Applied(TorchFunctionMode):
             return not self._skipping[call.question]
         at = self._at
         given, structure = tree_flatten((args, kwargs or {}))
-        if func == call.func and at in self._skipped:
+        if is_planned and at in self._skipped:
             args, kwargs = tree_unflatten(self._gated(at, given), structure)
         leaves, structure = tree_flatten(func(*args, **(kwargs or {})))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if func != call.func:
+        if not is_planned:
             if places:
                 raise BothWaysError("two runs of the forward call different operators")
             return tree_unflatten(leaves, structure)

@@ -161,18 +161,23 @@ def _capture_sizes_by_values(errors: list[CaptureError], *example: Any) -> Captu
 
 def _capture_answered(as_is: CaptureError, compiling: CaptureError, *example: Any) -> Capture:
     """Trace a step that decides by values; the errors are those of traces that may not."""
-    for values in (Values.ANSWERED, Values.BOTH_WAYS):
+    reasons: dict[str, None] = {}
+    for trace, values in (
+        (_capture_as_is_or_functional, Values.ANSWERED),
+        (_capture_as_is_or_functional, Values.BOTH_WAYS),
+        (_capture_as_compiling, Values.BOTH_WAYS),
+    ):
         try:
-            return _capture_as_is_or_functional(*example, values=values)
+            return trace(*example, values=values)
         except CaptureError as error:
-            refused = next(
-                (e for e in (error, error.__cause__) if isinstance(e, BothWaysError)), None
-            )
-            if refused is not None:
-                compiling.add_note(f"Both ways cannot be computed: {refused}")
-            elif not _looks_at_values(error):
+            reason = error if isinstance(error, BothWaysError) else error.__cause__
+            if isinstance(reason, BothWaysError):
+                reasons[f"Both ways cannot be computed: {reason}"] = None
+            elif trace is not _capture_as_compiling and not _looks_at_values(error):
                 raise
             _forget(error)
+    for text in reasons:
+        compiling.add_note(text)
     if _looks_at_values(compiling):
         raise compiling from compiling.__cause__
     as_is.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {compiling}")

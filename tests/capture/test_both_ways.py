@@ -104,6 +104,13 @@ def writes_its_own(m, x):
     return y
 
 
+def writes_and_casts(m, x):
+    y = m.fc(x)
+    y[0] = 0  # the trace is functionalized
+    y = y.double().float()
+    return m.layers[1](y) if (y.T.detach().bool()).sum() > 15 else y
+
+
 def asks_what_changes(m, x):
     x, stops = m.fc(x), drawn()
     for layer in m.layers:
@@ -138,6 +145,7 @@ def same_as_eager(model, sharded, *args, seeds=8):
         (encodes_and_decodes, 5),
         (by_activations, 1),
         (guards_a_norm, 1),
+        (writes_and_casts, 1),
         (returns_early, 1),
         (skips_two_values, 2),
         (writes_its_own, 1),
@@ -163,6 +171,42 @@ def test_the_shapes_may_be_symbols():
     )
     same_as_eager(model, sharded, X)
     same_as_eager(model, sharded, X[:3])
+    assert len(sharded.programs) == 1
+
+
+@pytest.mark.slow
+def test_wav2vec2_drops_layers_and_takes_the_ctc_loss_of_padded_rows():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=64,
+        conv_dim=(16, 16),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_feat_extract_layers=2,
+        vocab_size=20,
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2,
+        apply_spec_augment=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        feat_proj_dropout=0.0,
+        layerdrop=0.3,
+    )
+    torch.manual_seed(0)
+    net = transformers.Wav2Vec2ForCTC(config).train()
+    model = Net(
+        lambda m, *args: m.net(args[0], attention_mask=args[1], labels=args[2]).loss, net=net
+    )
+    sound, labels = torch.randn(2, 400), torch.randint(1, 20, (2, 5))
+    mask = torch.ones(2, 400, dtype=torch.long)
+    mask[1, 300:], labels[0, 3:] = 0, -100
+    policy = graphshard.BlockPolicy({"Wav2Vec2EncoderLayer"})
+    sharded = graphshard.compile(copy.deepcopy(model), policy)
+    same_as_eager(model, sharded, sound, mask, labels, seeds=4)
     assert len(sharded.programs) == 1
 
 

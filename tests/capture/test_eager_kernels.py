@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -304,3 +306,30 @@ def test_torch_s_rules_are_back_afterwards():
             world_size=2,
         )
     assert rules == before
+
+
+# -- the CTC loss ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "sum", "blank": 3}, {"reduction": "none", "zero_infinity": True}],
+    ids=str,
+)
+def test_the_ctc_loss_is_eager_s_for_targets_of_any_lengths(options, is_flat):
+    def forward(m, x, targets, rows, lengths):
+        if is_flat:
+            targets = targets[torch.arange(targets.shape[1]) < lengths[:, None]]
+        return F.ctc_loss(m.fc(x).log_softmax(-1), targets, rows, lengths, **options)
+
+    torch.manual_seed(0)
+    model = Net(forward, fc=nn.Linear(8, 12))
+    x, targets = torch.randn(9, 3, 8), torch.randint(4, 12, (3, 4))
+    sharded = graphshard.compile(copy.deepcopy(model), graphshard.SizePolicy(1))
+    for lengths in ([3, 2, 4], [1, 4, 1], [4, 0, 2]):
+        # Three rows are too few for four targets: an infinite loss.
+        rows = torch.tensor([9, 3 if options.get("zero_infinity") else 9, 8])
+        args = x, targets, rows, torch.tensor(lengths)
+        same_step(model, sharded, *args, objective=lambda losses: losses.sum())
+    assert len(sharded.programs) == 1
