@@ -10,6 +10,7 @@ import torch
 from capture_models import Net, X, linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import VOCAB, of_transformers
 from torch import nn
 
 import graphshard
@@ -174,10 +175,38 @@ def test_the_shapes_may_be_symbols():
     assert len(sharded.programs) == 1
 
 
+_DROPS = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "use_cache": False}
+_SIZES = {"vocab_size": VOCAB, "d_model": 16, "encoder_layers": 3, "decoder_layers": 3}
+_SIZES |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24}
+_SIZES |= {"decoder_ffn_dim": 24, "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4}
+_OPT = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+_OPT |= {"ffn_dim": 24, "word_embed_proj_dim": 16, "layerdrop": 0.4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "task", "sizes"),
+    [
+        ("Bart", "ForConditionalGeneration", _SIZES),
+        ("M2M100", "ForConditionalGeneration", _SIZES),
+        ("OPT", "ForCausalLM", _OPT),
+    ],
+)
+def test_transformers_drop_layers(name, task, sizes):
+    torch.manual_seed(0)
+    net = of_transformers(name, task, **sizes, **_DROPS)
+    model = Net(lambda m, ids: m.net(input_ids=ids, labels=ids).loss, net=net)
+    ids = torch.randint(3, VOCAB, (2, 9))
+    sharded = graphshard.compile(copy.deepcopy(model), graphshard.SizePolicy(500))
+    same_as_eager(model, sharded, ids)
+    assert len(sharded.programs) == 1
+
+
 @pytest.mark.slow
 def test_wav2vec2_drops_layers_and_takes_the_ctc_loss_of_padded_rows():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Wav2Vec2Config(
+    torch.manual_seed(0)
+    net = of_transformers(
+        *("Wav2Vec2", "ForCTC"),
         hidden_size=32,
         num_hidden_layers=4,
         num_attention_heads=2,
@@ -196,11 +225,11 @@ def test_wav2vec2_drops_layers_and_takes_the_ctc_loss_of_padded_rows():
         feat_proj_dropout=0.0,
         layerdrop=0.3,
     )
-    torch.manual_seed(0)
-    net = transformers.Wav2Vec2ForCTC(config).train()
-    model = Net(
-        lambda m, *args: m.net(args[0], attention_mask=args[1], labels=args[2]).loss, net=net
-    )
+
+    def loss(m, sound, mask, labels):
+        return m.net(sound, attention_mask=mask, labels=labels).loss
+
+    model = Net(loss, net=net)
     sound, labels = torch.randn(2, 400), torch.randint(1, 20, (2, 5))
     mask = torch.ones(2, 400, dtype=torch.long)
     mask[1, 300:], labels[0, 3:] = 0, -100
