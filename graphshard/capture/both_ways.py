@@ -321,6 +321,8 @@ class _Applied(TorchFunctionMode):
             return not self._skipping[call.question]
         at = self._at
         given, structure = tree_flatten((args, kwargs or {}))
+        operands = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        is_planned = is_planned and len(operands) == len(self._operands[at])
         if is_planned and at in self._skipped:
             args, kwargs = tree_unflatten(self._gated(at, given), structure)
         leaves, structure = tree_flatten(func(*args, **(kwargs or {})))
@@ -330,7 +332,7 @@ class _Applied(TorchFunctionMode):
                 raise BothWaysError("two runs of the forward call different operators")
             return tree_unflatten(leaves, structure)
         self._at += 1
-        self._keep(at, [leaf for leaf in given if isinstance(leaf, Tensor)], is_result=False)
+        self._keep(at, operands, is_result=False)
         for number, place in enumerate(places):
             if (name := _Name(at, number, True)) in self._stands_for:
                 leaves[place] = self._chosen(leaves[place], *self._stands_for[name])

@@ -305,7 +305,7 @@ class Harmless:
         on = Bench.of(self.__name__, steps=2, accumulate=True)
         made = {kind.name: changed(on, kind, 3) for kind in MAY_BE_HARMLESS}
         assert {name: numbers for name, numbers in made.items() if numbers} == {}
-        assert [*made.values()].count([]) >= 6, made
+        assert [*made.values()].count([]) >= 7, made
 
 
 ON_TWO = [*map(Harmless, ("full", "zero1", "mixed", "offload", "recompute"))]
