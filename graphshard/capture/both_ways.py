@@ -12,21 +12,28 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import takewhile
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from graphshard.capture.side_effects import restore_random_state
+from graphshard.capture.host_draws import restore_random_state
 from graphshard.capture.structure import Structure
 from graphshard.errors import CaptureError, user_line_here, warn_user
 from graphshard.program.sizes import hint, without_folder
 from graphshard.torch_private.compat import SYMBOLIC
 from graphshard.torch_private.trace import storage_key
-from graphshard.torch_private.unbacked import ignore_new_symbols, undecided_error
+from graphshard.torch_private.unbacked import (
+    ignore_new_symbols,
+    is_float,
+    raw_symbols,
+    undecided_error,
+)
 
 _READS = (Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__)
 _CASTS = (
@@ -35,6 +42,15 @@ _CASTS = (
 )
 _KINDS = {func: kind[0] for kind in (_READS, _CASTS) for func in kind}
 """A functional tensor calls the first function of a kind for all of the kind."""
+
+_RELATIONS = {
+    sympy.StrictLessThan: torch.lt,
+    sympy.LessThan: torch.le,
+    sympy.StrictGreaterThan: torch.gt,
+    sympy.GreaterThan: torch.ge,
+    sympy.Equality: torch.eq,
+    sympy.Unequality: torch.ne,
+}
 
 _MOST = 256
 """How many questions a run may ask."""
@@ -110,6 +126,43 @@ def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
 
 
+class _Numbers(dict[Any, Tensor]):
+    """The tensors that numbers are read off, by symbol."""
+
+    def note(self, number: Any, tensor: Tensor) -> None:
+        """Note that a number, if it is symbolic, is read off `tensor`."""
+        self.update(dict.fromkeys(raw_symbols(number), tensor))
+
+    def within(self, condition: Any) -> list[Any]:
+        """The symbols of a condition, in the order they were read; [] if one is not known."""
+        free = condition.free_symbols
+        return [symbol for symbol in self if symbol in free] if free <= self.keys() else []
+
+    def truth(self, condition: Any) -> Tensor:
+        """A condition as a tensor; comparisons of numbers are those that Python would make."""
+        if isinstance(condition, sympy.Not):
+            return ~self.truth(condition.args[0])
+        if isinstance(condition, (sympy.And, sympy.Or)):
+            join = torch.logical_and if isinstance(condition, sympy.And) else torch.logical_or
+            return reduce(join, map(self.truth, condition.args))
+        relation = _RELATIONS.get(condition.func)
+        if relation is None or not all(each.is_Symbol or each.is_Number for each in condition.args):
+            raise BothWaysError("it asks about more than a number that is read off a tensor")
+        return relation(*map(self._side, condition.args))
+
+    def _side(self, expression: Any) -> Tensor:
+        dtype = torch.float64 if expression.is_Float or is_float(expression) else torch.int64
+        if expression.is_Number:
+            return torch.scalar_tensor(
+                (int if expression.is_Integer else float)(expression), dtype=dtype
+            )
+        return self[expression].reshape(()).to(dtype)
+
+
+def _asks() -> None:
+    """Stands for the function of a call that asks by a number."""
+
+
 class _Run(TorchFunctionMode):
     """The calls in one run of the model, in which the questions get these answers."""
 
@@ -117,7 +170,8 @@ class _Run(TorchFunctionMode):
         super().__init__()
         self.calls: list[_Call] = []
         self._answer = answer
-        self._asked: dict[tuple[int, int], int] = {}  # numbers, by tensor and its version
+        self._asked: dict[Any, int] = {}  # numbers, by tensor and its version, or by condition
+        self._numbers = _Numbers()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
@@ -129,18 +183,33 @@ class _Run(TorchFunctionMode):
         except undecided_error():
             if func is not Tensor.__bool__:
                 raise
-            asked = id(args[0]), args[0]._version
-            number = self._asked.setdefault(asked, len(self._asked))
-            if number == _MOST:
-                raise BothWaysError("a loop asks how often to go on") from None
-            line = without_folder(user_line_here())
-            self.calls.append(_Call(func, plain, operands, question=number, line=line))
-            return self._answer(number)
+            return self._note_question((id(args[0]), args[0]._version), func, plain, operands)
+        if func in _READS:
+            self._numbers.note(result, args[0])
         written = [t for t, was in zip(operands, before, strict=True) if t._version != was]
         if (results := _tensors(result)) or written or func in _READS:
             needs_grad = [tensor.requires_grad for tensor in results]
             self.calls.append(_Call(func, plain, operands, results, needs_grad, written))
         return result
+
+    def ask(self, condition: Any) -> Any:
+        """Answer a question about numbers that were read off tensors; None if it is not one."""
+        symbols = self._numbers.within(condition)
+        if not symbols:
+            return None
+        names = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
+        text, operands = str(condition.xreplace(names)), [self._numbers[each] for each in symbols]
+        return sympy.sympify(self._note_question(condition, _asks, [text], operands))
+
+    def _note_question(
+        self, asked: Any, func: Any, given: Sequence[Any], operands: Sequence[Tensor]
+    ) -> bool:
+        number = self._asked.setdefault(asked, len(self._asked))
+        if number == _MOST:
+            raise BothWaysError("a loop asks how often to go on") from None
+        line = without_folder(user_line_here())
+        self.calls.append(_Call(func, given, operands, question=number, line=line))
+        return self._answer(number)
 
     def end(self, results: Sequence[Tensor], other: Sequence[Any]) -> None:
         """Note what the model returns, and what `other` things it changes."""
@@ -307,15 +376,21 @@ class _Applied(TorchFunctionMode):
         self._needed = {name for _, name in skips.stands_for.values()}
         self._tensors: dict[_Name, Tensor] = {}
         self._asked: dict[int, Tensor] = {}
+        self._numbers = _Numbers()
+        self._is_asked = False
         self._at = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_asked:
+            return func(*args, **(kwargs or {}))
         call = self._calls[self._at]
         is_planned = _kind(func) == _kind(call.func)
         if is_planned and func in _READS:
             self._at += 1
             if call.question is None:
-                return func(*args)
+                result = func(*args)
+                self._numbers.note(result, args[0])
+                return result
             if call.question not in self._asked:  # its values now, whatever is written to it later
                 self._asked[call.question] = args[0].reshape(()).ne(0)
             return not self._skipping[call.question]
@@ -338,6 +413,18 @@ class _Applied(TorchFunctionMode):
                 leaves[place] = self._chosen(leaves[place], *self._stands_for[name])
         self._keep(at, [leaves[place] for place in places], is_result=True)
         return tree_unflatten(leaves, structure)
+
+    def ask(self, condition: Any) -> Any:
+        """Answer the question that is next in the plan."""
+        call = self._calls[self._at]
+        if call.question is None or not self._numbers.within(condition):
+            return None
+        self._at += 1
+        if call.question not in self._asked:
+            self._is_asked = True
+            self._asked[call.question] = self._numbers.truth(condition)
+            self._is_asked = False
+        return sympy.sympify(not self._skipping[call.question])
 
     def _gated(self, at: int, given: Sequence[Any]) -> list[Any]:
         """What a skipped operator is given, with zeros for gradients where it is skipped.
@@ -378,12 +465,13 @@ class _Applied(TorchFunctionMode):
 class BothWays:
     """Finds what the answers to questions about values skip, and lets a trace compute both ways.
 
+    wanted: whether it does.
     notes: say which lines ask, and what the program does instead.
     """
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.notes: list[str] = []
-        self._wanted = wanted
+        self.wanted = wanted
         self._make: Callable[[], _Run | _Applied] | None = None
         self._now: _Run | _Applied | None = None
 
@@ -397,7 +485,7 @@ class BothWays:
         Raises:
             BothWaysError: If the answers change more than which operators run.
         """
-        if not self._wanted:
+        if not self.wanted:
             return
 
         def run(answer: Callable[[int], bool]) -> _Run:
@@ -407,7 +495,11 @@ class BothWays:
                 forward()
             return made
 
-        never, always = run(lambda _: False), run(lambda _: True)
+        never = run(lambda _: False)
+        if len(never.stretches()) == 1:
+            self._make = None  # nothing asks
+            return
+        always = run(lambda _: True)
         no, yes = ([*map(len, each.stretches())][1:] for each in (never, always))
         skipping = [without > with_it for without, with_it in zip(no, yes, strict=False)]
         every, even = {*range(len(skipping))}, {*range(0, len(skipping), 2)}
@@ -447,6 +539,10 @@ class BothWays:
         self._now = self._make()
         with self._now:
             yield
+
+    def ask(self, condition: Any) -> Any:
+        """The answer to a question about numbers that a run reads off tensors, or None."""
+        return None if self._now is None else self._now.ask(condition)
 
     def end(self, results: Sequence[Tensor], other: Sequence[Any]) -> None:
         """Note what the run returns, and what `other` things it changes."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphshard.capture.guards import Guards
+from graphshard.capture.host_draws import Draw, draw_ahead
 from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
 from graphshard.capture.questions import Question
 from graphshard.capture.structure import Structure
@@ -36,6 +37,7 @@ class Capture:
     settled: attributes that forward sets from None to a plain value, as `config.problem_type` of
         transformers' classifiers; each call repeats it.
     questions: those about values that it answers for the calls it serves, in the order asked.
+    draws: the numbers that each call draws on the host, as inputs behind its tensors.
     """
 
     program: Program
@@ -45,12 +47,15 @@ class Capture:
     guards: Guards = _NO_GUARDS
     settled: tuple[Assignment, ...] = ()
     questions: tuple[Question, ...] = ()
+    draws: tuple[Draw, ...] = ()
 
     def answered_otherwise(
         self, tensors: Sequence[Tensor], buffer: Callable[[str], Tensor]
     ) -> tuple[Question, Any] | None:
         """The first question to which a call of `tensors` has another answer, and that answer."""
         sizes = self.program.sizes
+        if self.questions:
+            tensors = [*tensors, *draw_ahead(self.draws)]
         for question in self.questions:
             assert sizes is not None
             answer = question.answer_for(sizes, tensors, buffer)

@@ -81,6 +81,11 @@ class CodeWalk:
             walk.follow(root)
         return walk
 
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules of the functions on the way."""
+        return {function.__module__ for function in self._kept}
+
     def follow(self, value: Any, owner: type | None = None, names: Iterable[str] = ()) -> None:
         """Walk the code of `value`: a function, a method of `owner`, or an object around one.
 

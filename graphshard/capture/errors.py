@@ -156,6 +156,8 @@ def _undecided_reason(error: Any, environment: Any, line: str) -> str:
     loops = " for " in line or ".tolist()" in line
     if number or loops:
         needed = "the number of rounds of a loop" if loops else f"the number {condition}"
+        if any(map(unbacked.is_float, condition.free_symbols)):
+            needed += " (take `tensor.item()` instead of `float(tensor)`)"
         return (
             f"{rule}: it needs {needed}, which one graph cannot have (range, int, indices of lists "
             "and loops over .tolist() ask for it); go over all items that there may be, do it by "

@@ -101,6 +101,9 @@ class Questions:
         paths: the user's names of the inputs.
         buffer: gives a buffer by its FQN, which may have no values.
         recipes: of the trace; None if inputs, buffers and ordinary numbers may give no answers.
+
+    draws: the numbers of inputs that answer no conditions.
+    otherwise: answers conditions that nothing else does.
     """
 
     def __init__(
@@ -118,6 +121,8 @@ class Questions:
         self._paths = paths
         self._buffer = buffer
         self.recipes = recipes
+        self.draws = range(0)
+        self.otherwise: Callable[[Any], Any] = lambda condition: None
         sizes.is_true_of_calls = lambda condition: self._answered_by_call(condition) is sympy.true
 
     def begin_run(self) -> None:
@@ -144,12 +149,14 @@ class Questions:
         if wrong is not None:
             return self._promise(condition, answer=not wrong)
         question = self._question(condition)
-        if question is None:
-            return None
-        answers = {self._answer(question, ordinary) for ordinary in _ORDINARY}
-        if len(answers) > 1 or None in answers:
-            return None
-        return self._promise(condition, answer=answers.pop())
+        if question is not None and not self._is_of_draws(question):
+            answers = {self._answer(question, ordinary) for ordinary in _ORDINARY}
+            if len(answers) == 1 and None not in answers:
+                return self._promise(condition, answer=answers.pop())
+        answer = self.otherwise(condition)
+        if answer is not None:
+            self._sizes.asked.update(condition.free_symbols)
+        return answer
 
     def is_one(self, size: Any) -> bool:
         """Whether a size is 1; if nothing tells, the program checks that it is not."""
@@ -187,6 +194,8 @@ class Questions:
             return None
         if not all(recipe.is_of_call() for recipe in question.recipes.values()):
             return None
+        if self._is_of_draws(question) and not _is_number(condition):
+            return None
         answer = self._answer(question)
         if answer is None:
             return None
@@ -197,6 +206,10 @@ class Questions:
             self.assumed.append(answered)
         self._sizes.asked.update(question.recipes)
         return sympy.sympify(answer)
+
+    def _is_of_draws(self, question: Question) -> bool:
+        recipes = question.recipes.values()
+        return any(leaf.key in self.draws for recipe in recipes for leaf in recipe.leaves())
 
     def _answer(self, question: Question, ordinary: float | None = None) -> Any:
         def value_of(leaf: Leaf) -> Tensor:

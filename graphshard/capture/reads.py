@@ -10,7 +10,7 @@ import random
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Reads:
     looks: how often it looked at where a tensor is from, or hung a hook on one.
     used: plain tensors, with values, that it computed with.
     draws: random generators of its own that it drew from.
+    drawn: what it drew from those of the host.
     clocks: functions of `time` that it called, with a source line each.
     """
 
@@ -67,6 +68,7 @@ class Reads:
         self.used: list[Tensor] = []
         self.writes = self.looks = 0
         self.draws: list[str] = []
+        self.drawn: Sequence[Any] = ()
         self.clocks: dict[str, str] = {}
         self._lines: dict[str, str] = {}  # of assignments, by path
         self._fqns = {id(module): fqn for fqn, module in model.named_modules()}

@@ -321,7 +321,8 @@ class Repetition:
 
     def _questions(self) -> tuple[int, ...]:
         """How often there were questions that alike calls may answer otherwise."""
-        return self._mode.asked, self._reads.looks, policies_with_state()
+        reads = self._reads
+        return self._mode.asked, reads.looks, len(reads.drawn), policies_with_state()
 
     def _are_plain(self, tensors: Iterable[Tensor]) -> bool:
         """Whether copies of them are the same to all code."""

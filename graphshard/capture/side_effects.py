@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -162,24 +160,6 @@ def restore_module_state(model: nn.Module) -> Iterator[Effects]:
             effects.changes += each.made()
         for each in before:
             each.restore()
-
-
-@contextlib.contextmanager
-def restore_random_state() -> Iterator[list[str]]:
-    """Restore the random states of Python and numpy; the list then names those that were used."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    used: list[str] = []
-    try:
-        yield used
-    finally:
-        if random.getstate() != python_state:
-            used.append("random")
-            random.setstate(python_state)
-        if numpy and repr(numpy.random.get_state()) != repr(numpy_state):
-            used.append("numpy.random")
-            numpy.random.set_state(numpy_state)
 
 
 def differs(before: Any, after: Any) -> bool:

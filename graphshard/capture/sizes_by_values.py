@@ -279,8 +279,19 @@ def max_and_min_of_sizes() -> Iterator[None]:
     with (
         patched(builtins, "max", _of_sizes(builtins.max, torch.sym_max)),
         patched(builtins, "min", _of_sizes(builtins.min, torch.sym_min)),
+        patched(torch.SymInt, "__bool__", _is_not_zero(torch.SymInt.__bool__)),
+        patched(torch.SymFloat, "__bool__", _is_not_zero(torch.SymFloat.__bool__)),
     ):
         yield
+
+
+def _is_not_zero(plain: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """The truth value of a number: a condition, where torch would ask for the number."""
+
+    def truth(number: Any) -> bool:
+        return bool(number != 0) if depends_on_values(number) else plain(number)
+
+    return truth
 
 
 def _of_sizes(plain: Callable[..., Any], of_two: Callable[[Any, Any], Any]) -> Callable[..., Any]:

@@ -111,7 +111,10 @@ def comparable(number: Any) -> Any:
 
 
 CALL = ""
-"""The name of the value `(args, kwargs)`, whose paths read "args[0]" and "kwargs['x']"."""
+"""The name of the value `(args, kwargs)`, whose paths read "args[0]" and "kwargs['x']".
+
+A trace may add a list of drawn numbers, whose paths read "draws[0]".
+"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class Structure:
         """Where each tensor is, e.g. "args[0]['ids']"."""
         parts = [(self.name, self.spec)]
         if self.name == CALL:
-            parts = [*zip(("args", "kwargs"), self.spec.children(), strict=True)]
+            parts = [*zip(("args", "kwargs", "draws"), self.spec.children(), strict=False)]
         leaf_paths = [path for name, spec in parts for path in _leaf_paths(name, spec)]
         paths = []
         for path, (_, leaf) in zip(leaf_paths, self.leaves, strict=True):

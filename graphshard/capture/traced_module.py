@@ -23,6 +23,7 @@ from graphshard.capture.checkpoints import ended_by_errors
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.errors import refuse_seeding
 from graphshard.capture.guards import Guards
+from graphshard.capture.host_draws import Expected, HostDraws
 from graphshard.capture.places import (
     Buffer,
     Contents,
@@ -53,6 +54,7 @@ which code of the model may still reach."""
 
 
 _NO_REPETITION = Repetition(wanted=False)
+_NO_DRAWS = Expected(baked_in=True)
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class TracedModel(nn.Module):
     trace runs it more than once. A call whose tensors are not functionalized runs in the context
     that `plain` makes. A buffer that forward assigns is replaced by a value that carries a
     gradient, or by any if `replaces_buffers`. `repetition` may leave calls of blocks out, and
-    `both_ways` answer questions about values.
+    `both_ways` answer questions about values. The draws that `draws` expects are inputs behind
+    those of the call.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class TracedModel(nn.Module):
         plain: Callable[[], AbstractContextManager[Any]] = nullcontext,
         replaces_buffers: bool = False,
         repetition: Repetition = _NO_REPETITION,
+        draws: Expected = _NO_DRAWS,
     ) -> None:
         super().__init__()
         self.model_params = named_tensors(model.named_parameters(remove_duplicate=False))
@@ -152,6 +156,7 @@ class TracedModel(nn.Module):
         self._precisions = precisions
         self._plain = plain
         self._replaces_buffers = replaces_buffers
+        self._draws = draws
         self.repetition = repetition
         self.result: Structure | None = None
         self.left: tuple[tuple[LeftAt, Structure], ...] = ()
@@ -162,6 +167,7 @@ class TracedModel(nn.Module):
         walk = CodeWalk.of(model, entry.method)
         self.compares_identity = walk.compares_identity
         self._globals = walk.places
+        self._code = walk.modules
         self.reachable: frozenset[int] = frozenset()
         self.on_call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] | None = None
         self.both_ways = BothWays()
@@ -184,7 +190,7 @@ class TracedModel(nn.Module):
         model = self._model[0]
         if self.same_inputs:
             tensors = tuple(tensors[place] for place in self.same_inputs)
-        args, kwargs = self._inputs.build(tensors)
+        args, kwargs, *drawn = self._inputs.build(tensors)
         params = [getattr(self, f"p{i}") for i in range(len(self.model_params))]
         buffers = [getattr(self, f"b{i}") for i in range(len(self.model_buffers))]
         if self.on_call is not None:
@@ -198,6 +204,8 @@ class TracedModel(nn.Module):
             id(b): f"buffer {o.fqn!r}" for o, b in zip(self.model_buffers, buffers, strict=True)
         }
         self.reads = reads = Reads(model, self._globals)
+        host_draws = HostDraws(self._draws, *drawn)
+        reads.drawn = host_draws.made
         past = PastTheTrace(names, reads.note_values, reads.used.append, reads.note_look)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
         with (
@@ -219,6 +227,7 @@ class TracedModel(nn.Module):
                 ended_by_errors(),
                 self._refuse_changes(model, past),
                 self.repetition.run(reads),
+                host_draws.watching(self._code),
             ):
                 output = self._entry.call(model, args, kwargs)
                 # A list or dict of the model's own may be among it, and is about to be undone.
@@ -235,7 +244,7 @@ class TracedModel(nn.Module):
         self.hooked = any(map(torch_trace.has_hooks, cast_params))
         now = zip(self._inputs.paths, tensors, before, strict=True)
         self.made_to_require_grad |= {path for path, t, was in now if t.requires_grad and not was}
-        self._refuse_changed_inputs(args, kwargs)
+        self._refuse_changed_inputs((args, kwargs, *drawn))
         self._refuse_lent_results(self.result.references)
         self.left = ()
         for place, value in (*left, *effects.left, *reads.effects.left):
@@ -372,8 +381,8 @@ class TracedModel(nn.Module):
             with torch.no_grad():
                 buffer.copy_(current)
 
-    def _refuse_changed_inputs(self, args: Any, kwargs: Any) -> None:
-        _, after = take_apart((args, kwargs), name=CALL)
+    def _refuse_changed_inputs(self, call: Any) -> None:
+        _, after = take_apart(call, name=CALL)
         if after != self._inputs:
             raise CaptureError(
                 "the forward changed an argument object in place (added, removed or replaced what "

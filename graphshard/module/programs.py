@@ -219,7 +219,7 @@ class Programs:
         step = self._step(call if self.sizes.dynamic is None else self._named(call))
         if step.capture.settled:
             step.capture.settle()
-        return step, tensors
+        return step, [*tensors, *(draw.make() for draw in step.capture.draws)]
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None

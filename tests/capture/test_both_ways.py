@@ -249,67 +249,71 @@ class Triple(torch.autograd.Function):
         return grad * 3
 
 
+def decided(m):
+    return m.fc.weight.sum() > 0
+
+
 def writes_before(m, x):
     y = m.fc(x)
-    if not drawn():
+    if not decided(m):
         y.add_(m.fc(y))
     return y
 
 
 def writes_a_buffer(m, x):
-    if not drawn():
+    if not decided(m):
         m.count.add_(1)
     return m.fc(x)
 
 
 def writes_later(m, x):
     y = x = m.fc(x)
-    if not drawn():
+    if not decided(m):
         y = m.fc(y)
     y.mul_(2)
     return x + y
 
 
 def runs_another(m, x):
-    return m.fc(x) if drawn() else x * 2
+    return m.fc(x) if decided(m) else x * 2
 
 
 def returns_more(m, x):
     y = m.fc(x)
-    return (y, y.sin()) if drawn() else (y,)
+    return (y, y.sin()) if decided(m) else (y,)
 
 
 def asks_inside(m, x):
-    if drawn():
+    if decided(m):
         x = m.fc(x)
-        if drawn():
+        if decided(m):
             x = x * 3
     return m.fc(x)
 
 
 def loops(m, x):
-    while drawn():
+    while decided(m):
         x = m.fc(x)
     return m.fc(x)
 
 
 def takes_less(m, x):
     y = m.fc(x)
-    return (y if drawn() else y[:2]).sum()
+    return (y if decided(m) else y[:2]).sum()
 
 
 def in_a_function(m, x):
     y = m.fc(x)
-    return (y if drawn() else Triple.apply(y)).sum()
+    return (y if decided(m) else Triple.apply(y)).sum()
 
 
 def other_weights(m, x):
-    return nn.functional.linear(x, m.fc.weight if drawn() else m.fc.weight.T)
+    return nn.functional.linear(x, m.fc.weight if decided(m) else m.fc.weight.T)
 
 
 def assigns(m, x):
     y = m.fc(x)
-    if drawn():
+    if decided(m):
         m.last = 3
         y = y.sin()
     return y

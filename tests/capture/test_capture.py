@@ -223,7 +223,7 @@ def test_state_in_containers_and_random_numbers_are_said_to_be_baked_in():
     assert "assigns seen, log" in said
     assert "random numbers from random and numpy.random" in said
     assert {w.filename for w in warned} == {__file__}
-    assert len(notes) == 2
+    assert len(notes) == 3
     assert (model.seen, model.log) == ({"calls": 0}, [])
     expected = random.Random(0).random(), np.random.RandomState(0).rand()
     assert (random.random(), np.random.rand()) == expected

@@ -209,7 +209,7 @@ def test_gradient_lost_between_an_output_and_a_parameter():
 
     model = Lost()
     captured = capture(model, (X,))
-    from graphshard.capture.entry import _check_gradients
+    from graphshard.capture.one_trace import _check_gradients
     from graphshard.capture.traced_module import TracedModel
 
     results = captured.program.results()

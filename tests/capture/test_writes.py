@@ -13,8 +13,7 @@ from capture_models import assert_same_as_eager
 from models import CASES
 from torch import Tensor, nn
 
-from graphshard.capture import entry as capture_module
-from graphshard.capture import traced_module
+from graphshard.capture import one_trace, traced_module
 from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError
 from graphshard.program import ops
@@ -26,13 +25,13 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each trace whether it was functionalized."""
     found: list[bool] = []
-    trace = capture_module._trace
+    trace = one_trace._trace
 
     def noted(*args: Any) -> Any:
         found.append(args[4])  # functional
         return trace(*args)
 
-    monkeypatch.setattr(capture_module, "_trace", noted)
+    monkeypatch.setattr(one_trace, "_trace", noted)
     return found
 
 
@@ -86,8 +85,8 @@ def test_graphs_are_the_same_without_gradients(monkeypatch: pytest.MonkeyPatch) 
 def _assert_same_with_functionalization(
     plain: list[str], monkeypatch: pytest.MonkeyPatch, *example: Any, **options: Any
 ) -> None:
-    trace = capture_module._trace
-    monkeypatch.setattr(capture_module, "_trace", lambda *args: trace(*args[:4], True, *args[5:]))
+    trace = one_trace._trace
+    monkeypatch.setattr(one_trace, "_trace", lambda *args: trace(*args[:4], True, *args[5:]))
     functional = _lines(*example, **options)
     assert plain == functional, "\n".join(difflib.unified_diff(functional, plain, n=0))
 
@@ -255,7 +254,7 @@ def test_a_defect_of_ours_in_the_first_trace_surfaces(
 ) -> None:
     module, name = {
         "in the trace": (traced_module, "_reachable"),
-        "after the trace": (capture_module, "program_of_joint"),
+        "after the trace": (one_trace, "program_of_joint"),
     }[place]
     function = getattr(module, name)
     calls: list[Any] = []

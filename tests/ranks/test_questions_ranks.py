@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import parity
 import pytest
@@ -75,19 +76,29 @@ def branches_that_raise(rank):
 
 
 def each_rank_draws_what_it_skips(rank):
+    skips_blocks_by(lambda: torch.rand(()))
+
+
+def each_rank_draws_on_its_host(rank):
+    skips_blocks_by(lambda: random.random())
+
+
+def skips_blocks_by(draw):
     """Of six blocks each rank leaves out about half; the gathers of all ranks are the same."""
 
     def drops(m, x, mask):
         for block in m.fc[:-1]:
-            if not torch.rand(()) < 0.5:
+            if not draw() < 0.5:
                 x = block(x)
         return m.fc[-1](x).square().sum()
 
     def backward(model, seed):
         torch.manual_seed(seed)
+        random.seed(seed)
         model.zero_grad()
         model(**drawn()).backward()
 
+    rank = torch.distributed.get_rank()
     model = Net(drops, fc=nn.Sequential(*(Block() for _ in range(6)), nn.Linear(4, 4)))
     policies = ({}, {"schedule": "overlap"}, {"recompute": "units"})
     for sharded in (
@@ -128,6 +139,7 @@ ON_TWO = [
     branches_that_raise,
     numbers_of_rounds_differ,
     each_rank_draws_what_it_skips,
+    each_rank_draws_on_its_host,
     other_units_on_each_rank,
 ]
 

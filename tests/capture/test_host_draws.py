@@ -1,0 +1,181 @@
+"""Random numbers drawn on the host are inputs of a program, which each call draws as eager does."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from random import gauss
+
+import numpy
+import pytest
+import torch
+from capture_models import Net, X, linear
+from torch import nn
+
+import graphshard
+from graphshard.capture.entry import capture
+from graphshard.errors import CaptureError
+
+POLICY = graphshard.SizePolicy(10)
+
+
+def layers(count=4):
+    return nn.ModuleList(linear() for _ in range(count))
+
+
+def skips(draw):
+    def forward(m, x):
+        for layer in m.layers:
+            if draw() < 0.5:
+                continue
+            x = x + layer(x).tanh()
+        return m.fc(x)
+
+    return forward
+
+
+def skips_if_true(m, x):
+    for layer in m.layers:
+        if torch.bernoulli(torch.tensor(0.4)).item():
+            x = x + layer(x).tanh()
+    return m.fc(x)
+
+
+def skips_within(m, x):
+    for layer in m.layers:
+        number = torch.rand(()).item()
+        if not (number >= 0.25 and number < 0.75) or number == 0.5:
+            x = x + layer(x).tanh()
+    return m.fc(x)
+
+
+def scales(m, x):
+    return m.fc(x * random.uniform(0.5, b=1.5)) + numpy.random.beta(0.4, 0.4)
+
+
+def chooses(m, x):
+    one = m.layers[random.randrange(3)]
+    other = m.layers[numpy.random.randint(1, high=3)]
+    return random.choice([m.fc, one])(other(x))
+
+
+def forces_teacher(m, x):
+    forced, state = random.random() < 0.5, x
+    for layer in m.layers:
+        state = layer(x if forced else state)
+    return m.fc(state)
+
+
+def drops_the_condition(m, x):
+    context = m.fc(x)
+    if torch.rand(1) < 0.5:
+        context = torch.zeros_like(context) + m.null
+    return m.layers[0](context)
+
+
+def goes_deeper(m, x):
+    for _ in range(torch.randint(1, 4, (1,)).item()):
+        x = m.layers[0](x).tanh()
+    return m.fc(x)
+
+
+def draws_by_what_was_drawn(m, x):
+    if random.random() < 0.5:
+        return m.fc(x) if random.random() < 0.5 else m.layers[0](x)
+    return m.layers[1](x)
+
+
+def draws_noise_after(m, x):
+    x = m.layers[0](x) if torch.rand(()) < 0.5 else m.layers[1](x).tanh()
+    return m.fc(x + torch.randn(x.shape))
+
+
+def same_as_eager(model, sharded, x=X, seeds=8):
+    """The same losses, gradients (zeros where eager has none) and states of the generators."""
+    for seed in range(seeds):
+        found = []
+        for each in (model, sharded):
+            random.seed(seed)
+            numpy.random.seed(seed)
+            torch.manual_seed(seed)
+            each.zero_grad()
+            loss = each(x).square().sum()
+            loss.backward()
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in each.parameters()]
+            found.append((loss, *grads, random.random(), numpy.random.rand(), torch.rand(())))
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
+
+
+@pytest.mark.parametrize(
+    ("forward", "programs"),
+    [
+        (skips(lambda: random.random()), 1),
+        (skips(lambda: gauss(0.5, 1)), 1),
+        (skips(lambda: numpy.random.rand()), 1),
+        (skips(lambda: numpy.random.normal(0.5)), 1),
+        (skips(lambda: torch.rand(1).item()), 1),
+        (skips_if_true, 1),
+        (skips_within, None),
+        (scales, 1),
+        (forces_teacher, 2),
+        (drops_the_condition, 1),
+        (goes_deeper, 3),
+        (draws_by_what_was_drawn, 3),
+        (draws_noise_after, 2),
+        (chooses, None),
+    ],
+)
+def test_calls_draw_as_in_eager(forward, programs):
+    model = Net(forward, fc=linear(), layers=layers(), null=torch.ones(()))
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "operators that the forward skips")
+        warnings.filterwarnings("ignore", "more than 8 programs")
+        same_as_eager(model, sharded)
+    if programs is not None:
+        assert len(sharded.programs) == programs
+
+
+def test_a_dump_shows_what_is_drawn():
+    model = Net(scales, fc=linear())
+    program = capture(model, (X,)).program
+    assert [entry.path for entry in program.inputs] == ["args[0]", "draws[0]", "draws[1]"]
+    assert program.notes == (
+        "draws random.uniform(0.5, b=1.5) before each call",
+        "draws numpy.random.beta(0.4, 0.4) before each call",
+    )
+
+
+def test_sizes_may_be_symbols():
+    model = Net(scales, fc=linear())
+    sharded = graphshard.compile(
+        copy.deepcopy(model), POLICY, example_inputs=(X,), dynamic={"args[0]": {0: "n"}}
+    )
+    same_as_eager(model, sharded)
+    same_as_eager(model, sharded, X[:3])
+    assert len(sharded.programs) == 1
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.fc(x) * float(numpy.random.rand()),
+        lambda m, x: m.fc(x) * torch.from_numpy(numpy.random.rand(4)).float(),
+        lambda m, x: m.fc(x) * random.sample([1.0, 2.0, 3.0], 1)[0],
+    ],
+)
+def test_other_draws_are_baked_in_with_a_warning(forward):
+    model = Net(forward, fc=linear())
+    with pytest.warns(UserWarning, match="draws random numbers from"):
+        sharded = graphshard.compile(model, POLICY, example_inputs=(X,))
+    random.seed(0)
+    numpy.random.seed(0)
+    assert torch.equal(sharded(X), sharded(X))
+
+
+def test_a_number_that_python_needs_is_refused():
+    model = Net(lambda m, x: m.fc(x) if float(torch.rand(())) < 0.5 else x, fc=linear())
+    with pytest.raises(CaptureError, match=r"take `tensor\.item\(\)` instead of `float\(tensor\)`"):
+        graphshard.compile(model, POLICY, example_inputs=(X,))
