@@ -153,9 +153,8 @@ class _Numbers(dict[Any, Tensor]):
     def _side(self, expression: Any) -> Tensor:
         dtype = torch.float64 if expression.is_Float or is_float(expression) else torch.int64
         if expression.is_Number:
-            return torch.scalar_tensor(
-                (int if expression.is_Integer else float)(expression), dtype=dtype
-            )
+            number = int(expression) if expression.is_Integer else float(expression)
+            return torch.scalar_tensor(number, dtype=dtype, device="cpu")
         return self[expression].reshape(()).to(dtype)
 
 

@@ -41,9 +41,7 @@ _FUNCTIONS: Mapping[str, Sequence[str]] = {
 """Functions of each module that give one number, if they are not asked for more."""
 
 
-_OF_TORCH = {
-    getattr(torch, name): name for name in ("rand", "randn", "randint", "randperm", "bernoulli")
-}
+_OF_TORCH = {getattr(torch, name): name for name in ("rand", "randn", "randint", "randperm")}
 """Functions of torch that may be drawn before a call, where a question is about what they give."""
 
 _FEW = 16
@@ -76,8 +74,8 @@ class Draw:
         result = function(*self.args, **dict(self.kwargs))
         if isinstance(result, Tensor):
             return result
-        is_integer = isinstance(result, Integral)
-        return torch.tensor(result, dtype=torch.int64 if is_integer else torch.float64)
+        dtype = torch.int64 if isinstance(result, Integral) else torch.float64
+        return torch.tensor(result, dtype=dtype, device="cpu")
 
     def __str__(self) -> str:
         given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs)]
@@ -141,21 +139,10 @@ class HostDraws(TorchFunctionMode):
         if in_library(sys._getframe(1).f_globals.get("__name__")):
             return draw(*args, **kwargs)
         if (module, name) == ("random", "choice") and len(args) == 1 and len(args[0]):
-            return args[0][self._number(module, name, draw, range(len(args[0])))]
+            return args[0][self._given(Draw(module, name, (range(len(args[0])),)), draw)]
         if not all(isinstance(each, Real) for each in (*args, *kwargs.values())):
             return draw(*args, **kwargs)  # several numbers, or by a number that is not known
-        return self._number(module, name, draw, *args, **kwargs)
-
-    def _number(
-        self, module: str, name: str, draw: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        tensor = self._next(Draw(module, name, args, tuple(kwargs.items())))
-        if tensor is not None:
-            return tensor.item()
-        number = draw(*args, **kwargs)
-        if not isinstance(number, Real):
-            self.made.pop()
-        return number
+        return self._given(Draw(module, name, args, tuple(kwargs.items())), draw)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -163,25 +150,22 @@ class HostDraws(TorchFunctionMode):
         """Call `func`, or give the tensor expected in place of a small one that it draws."""
         kwargs = kwargs or {}
         if func in _OF_TORCH and not any(map(_is_traced, tree_leaves((args, kwargs)))):
-            name = _OF_TORCH[func]
-            tensor = self._next(Draw("torch", name, args, tuple(kwargs.items())))
-            if tensor is not None:
-                return tensor.clone()
-            result = func(*args, **kwargs)
-            if result.numel() > _FEW:
-                self.made.pop()
-            return result
+            return self._given(Draw("torch", _OF_TORCH[func], args, tuple(kwargs.items())), func)
         return func(*args, **kwargs)
 
-    def _next(self, made: Draw) -> Tensor | None:
-        """The tensor for the next draw; None if it is beyond those expected."""
+    def _given(self, made: Draw, draw: Callable[..., Any]) -> Any:
         at = len(self.made)
-        self.made.append(made)
-        if at >= len(self._tensors):
-            return None
-        if self._expected.known[at] != made:
-            raise DrawsError(self.made)
-        return self._tensors[at]
+        if at < len(self._tensors) and self._expected.known[at] == made:
+            self.made.append(made)
+            tensor = self._tensors[at]
+            return tensor.clone() if made.module == "torch" else tensor.item()
+        result = draw(*made.args, **dict(made.kwargs))
+        is_tensor = isinstance(result, Tensor)
+        if result.numel() <= _FEW if is_tensor else isinstance(result, Real):
+            self.made.append(made)
+            if at < len(self._tensors):
+                raise DrawsError(self.made)
+        return result
 
 
 def _places(modules: Iterable[str]) -> Iterator[tuple[Any, str, Callable[..., Any], str, str]]:

@@ -88,7 +88,17 @@ def draws_by_what_was_drawn(m, x):
 
 def draws_noise_after(m, x):
     x = m.layers[0](x) if torch.rand(()) < 0.5 else m.layers[1](x).tanh()
-    return m.fc(x + torch.randn(x.shape))
+    return m.fc(x + torch.randn(x.shape[0], 4))
+
+
+def draws_noise_before(m, x):
+    noise = torch.randn(x.shape[0], 4)
+    return m.fc(x + 0 * noise) if torch.rand(()) < 0.5 else m.layers[1](x + noise).tanh()
+
+
+def draws_arrays_between(m, x):
+    size = numpy.random.rand(1).shape[0]  # baked in, as is its draw
+    return m.fc(x) * numpy.random.rand() * size
 
 
 def same_as_eager(model, sharded, x=X, seeds=8):
@@ -136,6 +146,16 @@ def test_calls_draw_as_in_eager(forward, programs):
         same_as_eager(model, sharded)
     if programs is not None:
         assert len(sharded.programs) == programs
+
+
+def test_draws_of_several_numbers_are_no_inputs():
+    """They stay in the program, or are baked in, wherever they stand between others."""
+    for forward, inputs in ((draws_noise_before, 2), (draws_arrays_between, 2)):
+        model = Net(forward, fc=linear(), layers=layers())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the forward draws random numbers from numpy")
+            program = capture(model, (X.repeat(5, 1),)).program
+        assert len(program.inputs) == inputs
 
 
 def test_a_dump_shows_what_is_drawn():
