@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.capture.traced_module import EntryPoint
 from graphshard.errors import PolicyError, RuntimeStateError
-from graphshard.module.meta_init import initialize
+from graphshard.module.meta_model import initialize
 from graphshard.module.programs import Programs
 from graphshard.runtime.calls import require_names
 from graphshard.runtime.lowered import Bindings

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphshard.state as states
 from graphshard.errors import CheckpointError, ReplicaWarning, RuntimeStateError
-from graphshard.module.meta_init import initialize
+from graphshard.module.meta_model import initialize
 from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.runtime.calls import listed
 
