@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import PolicyError, RuntimeStateError
-from graphshard.module.local_steps import declare_elementwise, require_elementwise
 from graphshard.module.on_all_ranks import on_all_ranks
+from graphshard.module.optimizers import declare_elementwise, require_elementwise
 from graphshard.module.sharded_tree import TreeModule
 from graphshard.program.collective import GRADIENT, SHARD
 from graphshard.runtime.calls import listed

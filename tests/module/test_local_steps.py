@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import PolicyError
-from graphshard.module.local_steps import ELEMENTWISE
+from graphshard.module.optimizers import ELEMENTWISE
 
 KINDS = {name: getattr(torch.optim, name) for name in ELEMENTWISE}
 NO_DECAY = [(r"bias|norm", {"lr": 3e-3})]

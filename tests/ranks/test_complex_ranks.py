@@ -27,7 +27,7 @@ from examples.benchmarks.benchmark_models import WEIGHED, Model
 from examples.benchmarks.memory_truth import Case, row, truth_of
 from graphshard.cost.op_cost import op_cost
 from graphshard.errors import NonFiniteError
-from graphshard.module.local_steps import ELEMENTWISE
+from graphshard.module.optimizers import ELEMENTWISE
 
 aten = torch.ops.aten
 LENGTH = 16
