@@ -1,15 +1,21 @@
-"""An estimate as plain data, and with details everything that happens in its step.
+"""An estimate as plain data, with details everything that happens in its step; and as a trace.
 
 Tables with many rows are dicts of columns. Places number the nodes of the program from 0 on; the
 place after the last node stands for the optimizer's update. The node at a place runs from the time
 that compute passed the node before it to `nodes["at"]`; while it runs, the storages are alive that
 were born at its place or before, and that die there or later.
+
+A trace has one row per stream, and a counter of live memory by category. It is in Chrome's "Trace
+Event Format", for Perfetto (ui.perfetto.dev) and chrome://tracing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from graphshard.cost.estimate import Estimate
@@ -166,3 +172,60 @@ def _storages(estimate: Estimate) -> dict[str, list[Any]]:
         "born": [storage.born for storage in storages],
         "dies": [OUTLIVES if storage.dies >= END else storage.dies for storage in storages],
     }
+
+
+# -- as a trace ------------------------------------------------------------------------------------
+
+
+_MICROSECONDS = 1e6  # in a second
+
+
+def write_trace(estimate: Estimate, path: str | os.PathLike[str]) -> None:
+    """Write the events of `estimate` as JSON."""
+    data = {"displayTimeUnit": "ms", "traceEvents": list(_events(estimate))}
+    Path(path).write_text(json.dumps(data), encoding="utf-8")
+
+
+def _events(estimate: Estimate) -> Iterator[dict[str, Any]]:
+    timeline = estimate.timeline
+    streams = {span.stream: None for span in timeline.spans}
+    numbers = {name: number for number, name in enumerate(streams)}
+    yield _name_event("process_name", f"predicted step on {estimate.hardware.name}", 0)
+    for name, number in numbers.items():
+        yield _name_event("thread_name", name, number)
+    details = {transfer.span: transfer for transfer in timeline.transfers}
+    for span in timeline.spans:
+        transfer = details.get(span)
+        args: dict[str, Any] = {"unit": span.unit or "(root)", "phase": span.phase}
+        if transfer is not None:
+            args |= {
+                "bytes": transfer.bytes,
+                "ranks": transfer.ranks,
+                "exposed_us": transfer.exposed * _MICROSECONDS,
+                "reason": estimate.why(transfer),
+            }
+        yield {
+            "name": f"{span.name} {span.unit or '(root)'}",
+            "cat": span.phase,
+            "ph": "X",
+            "pid": 0,
+            "tid": numbers[span.stream],
+            "ts": span.start * _MICROSECONDS,
+            "dur": span.seconds * _MICROSECONDS,
+            "args": args,
+        }
+    for at, by_category in memory_steps(estimate):
+        counts = {name: size for name, size in by_category.items() if size}
+        yield {"name": "live bytes", "ph": "C", "pid": 0, "ts": at * _MICROSECONDS, "args": counts}
+
+
+def memory_steps(estimate: Estimate) -> Iterator[tuple[float, dict[str, int]]]:
+    """The times in seconds at which live bytes change, with the new bytes by category."""
+    at = estimate.timeline.at
+    for point in estimate.memory.points:
+        seconds = at[point.place] if point.place < len(at) else estimate.timeline.seconds
+        yield seconds, dict(point.by_category)
+
+
+def _name_event(kind: str, name: str, thread: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from graphshard.cost.allocations import lives_of, requests_of
+from graphshard.cost.allocations import fsdp2_lives, lives_of, requests_of
 from graphshard.cost.caching_allocator import NO_CACHE, SEGMENTS
-from graphshard.cost.fsdp2_allocations import fsdp2_lives
 from graphshard.cost.kernel_rates import Attention
 from graphshard.cost.memory import OPTIMIZERS, MemoryCurve, distinct, memory_of
 from graphshard.cost.op_cost import op_cost
@@ -316,7 +315,7 @@ class Estimate:
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a trace of streams and memory for Perfetto or chrome://tracing."""
-        from graphshard.cost.trace import write_trace
+        from graphshard.cost.details import write_trace
 
         write_trace(self, path)
 

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 from graphshard.cost.colours import FAR, MEMORY, TIMES, Fill, stream_meaning
+from graphshard.cost.details import memory_steps
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.text import range_text
 from graphshard.cost.timeline import Span
-from graphshard.cost.trace import memory_steps
 from graphshard.errors import CostError
 from graphshard.format import human_bytes, human_seconds
 

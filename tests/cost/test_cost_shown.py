@@ -15,7 +15,7 @@ import graphshard
 from examples.gpt import GPT, Block, GPTConfig
 from graphshard import BlockPolicy
 from graphshard.cli.main import main
-from graphshard.cost.advice import room
+from graphshard.cost.text import room
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 

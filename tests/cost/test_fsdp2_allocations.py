@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import graphshard
-from graphshard.cost.fsdp2_allocations import fsdp2_lives
+from graphshard.cost.allocations import fsdp2_lives
 from graphshard.program.program import BACKWARD
 
 WIDTH, TOKENS = 64, 128

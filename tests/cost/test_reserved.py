@@ -15,15 +15,17 @@ from examples.gpt import GPT, Block, GPTConfig
 from graphshard import BlockPolicy, MixedPrecision
 from graphshard.cli.main import main
 from graphshard.cost.allocations import (
+    GATHERS,
+    REDUCES,
     Event,
     Request,
     StepRequests,
+    fsdp2_lives,
     lives_of,
     requests_of,
 )
 from graphshard.cost.caching_allocator import EXPANDABLE, MIB
 from graphshard.cost.estimate import Estimate
-from graphshard.cost.fsdp2_allocations import GATHERS, REDUCES, fsdp2_lives
 from graphshard.cost.reserved import CONTEXT, GRAPHS, reserved_memory, usable_bytes
 from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
