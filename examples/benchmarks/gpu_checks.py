@@ -57,8 +57,8 @@ def mib(size: float) -> str:
 
 def calibrated(place: Place) -> Iterator[Row]:
     """Measure the device, for the sections that follow."""
-    from graphshard.calibrate.ranks import joined
     from graphshard.calibrate.run import calibrate, nearest
+    from graphshard.calibrate.steps import joined
     from graphshard.cli.calibrate import QUICK
 
     begin = time.perf_counter()

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import graphshard
 from examples.benchmarks import harness
 from examples.benchmarks.benchmark_models import TIMED, Model, loss_of
-from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import calibrate
+from graphshard.calibrate.steps import joined
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group

@@ -14,8 +14,14 @@ from torch import nn
 
 from graphshard.calibrate.bench import HostBench, bench_for
 from graphshard.calibrate.probes import SizedProbe, sized_probes
-from graphshard.calibrate.ranks import HostCopy, TimedOptimizer
-from graphshard.calibrate.steps import LEAST, Calls, tiny_step, transformer_step
+from graphshard.calibrate.steps import (
+    LEAST,
+    Calls,
+    HostCopy,
+    TimedOptimizer,
+    tiny_step,
+    transformer_step,
+)
 from graphshard.cost.collective_cost import BETWEEN_NODES
 from graphshard.cost.op_cost import VIEW
 from graphshard.errors import CostError

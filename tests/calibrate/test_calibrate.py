@@ -17,9 +17,8 @@ from simulations import node_of
 import graphshard
 from graphshard.calibrate import run
 from graphshard.calibrate.probes import sized_probes
-from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import calibrate, overhead_of
-from graphshard.calibrate.steps import StepSize, transformer_step
+from graphshard.calibrate.steps import StepSize, joined, transformer_step
 from graphshard.cli import calibrate as command
 from graphshard.cli.calibrate import report
 from graphshard.cli.main import main

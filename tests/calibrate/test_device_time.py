@@ -15,18 +15,20 @@ import torch
 from ranks import run_ranks
 
 import graphshard
-from graphshard.calibrate.bench import Beside, CudaBench, HostBench
-from graphshard.calibrate.device_time import (
+from graphshard.calibrate.bench import (
     MOST_RUNS,
+    Beside,
+    CudaBench,
     DeviceWatch,
+    HostBench,
     Product,
     l2_bytes,
     sm_megahertz,
     warmed_up,
 )
 from graphshard.calibrate.probes import Cold, sized_probes
-from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import calibrate
+from graphshard.calibrate.steps import joined
 from graphshard.cli.calibrate import report
 from graphshard.hardware.hardware import Hardware
 from graphshard.runtime.measure import Effort
