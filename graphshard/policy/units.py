@@ -188,14 +188,17 @@ def _no_split_modules(tree: ModuleTree) -> frozenset[str]:
     return names
 
 
+def is_container(module: nn.Module) -> bool:
+    """Whether `module` only holds other modules and never runs itself."""
+    holds = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return holds and type(module).forward is nn.Module.forward
+
+
 def refuse_containers(who: str, tree: ModuleTree, chosen: Iterable[str]) -> None:
     """Refuse units of containers that never run."""
     for fqn in chosen:
         module = tree.modules[fqn]
-        if (
-            isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            and type(module).forward is nn.Module.forward
-        ):
+        if is_container(module):
             raise PolicyError(
                 f"{who} makes a unit of {fqn}, a {type(module).__name__}, but a "
                 "container without a forward never runs; choose the modules in it instead"

@@ -13,6 +13,7 @@ from graphshard.policy.base import Policy, value_code
 from graphshard.tune.bounds import Bound, Bounds
 from graphshard.tune.request import AUTO, is_auto
 from graphshard.tune.search import Search
+from graphshard.tune.simulator import Simulator
 from graphshard.tune.space import PLAIN, Candidate, CandidateGroup, Sharding, Space
 from graphshard.tune.tuning import EQUAL, CandidateResult
 
@@ -274,7 +275,7 @@ def _space(search: Search, name: str) -> Space:
 
 def _search_in(search: Search, space: Space) -> Search:
     """Return the same search in another space."""
-    return Search(search.simulator.in_space(space), search.budget)
+    return Search(Simulator(search.simulator.captures, space), search.budget)
 
 
 def _least(search: Search) -> CandidateResult | None:

@@ -17,9 +17,9 @@ from graphshard.format import human_bytes, human_seconds
 from graphshard.plain_data import is_number
 from graphshard.policy.fields import is_int
 from graphshard.progress import Progress, Stages
-from graphshard.tune.captures import Captures
 from graphshard.tune.request import PolicyRequest
 from graphshard.tune.search import NotFasterError
+from graphshard.tune.simulator import Captures
 from graphshard.tune.tuner import tune
 from graphshard.tune.tuning import Tuning
 

@@ -21,13 +21,11 @@ from graphshard.policy.tree import ModuleTree
 from graphshard.program.pass_protocol import stages_of
 from graphshard.progress import Progress, Stages
 from graphshard.torch_private.gc_pause import collect_only_new
-from graphshard.tune.blocks import Blocks
-from graphshard.tune.captures import Captures
 from graphshard.tune.reasons import advice, out_of_time, settle
 from graphshard.tune.request import PolicyRequest, is_auto
 from graphshard.tune.search import Search, TimeLimit
-from graphshard.tune.simulator import Simulator
-from graphshard.tune.space import Space
+from graphshard.tune.simulator import Captures, Simulator
+from graphshard.tune.space import Blocks, Space
 from graphshard.tune.tuning import CandidateResult, PolicyResult, Tuning
 from graphshard.verify.rules import verify
 
@@ -67,7 +65,7 @@ def tune(
         captures = Captures(model, tuple(example_inputs or ()), example_kwargs or {}, device)
     with progress.stage("tune"):
         with progress.stage("capture"):
-            simulator = Simulator(model, captures, space)
+            simulator = Simulator(captures, space)
             first = space.candidates(space.groups()[0])[0]
             captures.like(simulator.plan(first))
         with collect_only_new():

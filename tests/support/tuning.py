@@ -9,10 +9,8 @@ from examples.gpt import GPT, GPTConfig
 from graphshard import AutoPolicy
 from graphshard.hardware.hardware import OVERHEADS, Hardware
 from graphshard.policy.tree import ModuleTree
-from graphshard.tune.blocks import Blocks
-from graphshard.tune.captures import Captures
-from graphshard.tune.simulator import Simulator
-from graphshard.tune.space import Space
+from graphshard.tune.simulator import Captures, Simulator
+from graphshard.tune.space import Blocks, Space
 
 # Slow enough for the little there is to gather to matter.
 SLOW = Hardware.load("h100-sxm").with_(
@@ -35,7 +33,7 @@ def simulator_of(model: nn.Module, inputs, auto: AutoPolicy, ranks: int = 4) -> 
     blocks = Blocks(ModuleTree(model))
     space = Space(auto, blocks, (ranks,), auto.described())
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return Simulator(model, Captures(model, args, kwargs, space.hardware.program_device), space)
+    return Simulator(Captures(model, args, kwargs, space.hardware.program_device), space)
 
 
 # Live bytes, which are exact where all tensors are smaller than a segment of torch's allocator.

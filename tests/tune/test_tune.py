@@ -16,12 +16,11 @@ from graphshard import AutoPolicy, BlockPolicy, MixedPrecision, SizePolicy
 from graphshard.format import human_bytes
 from graphshard.hardware.hardware import Hardware
 from graphshard.policy.tree import ModuleTree
-from graphshard.tune.blocks import Blocks
 from graphshard.tune.bounds import Bounds
 from graphshard.tune.reasons import advice, reasons, settle
 from graphshard.tune.search import Search, largest_room
 from graphshard.tune.simulator import Simulator
-from graphshard.tune.space import Candidate, CandidateGroup
+from graphshard.tune.space import Blocks, Candidate, CandidateGroup
 from graphshard.tune.tuning import EQUAL, CandidateResult
 
 
@@ -174,7 +173,7 @@ def test_bounds_hold_and_do_prune(simulator, grid):
     search.run()
     assert search.too_large
     quick = replace(simulator.space, hardware=Hardware.load("h100-sxm"))
-    roomy = Search(simulator.in_space(quick), 1 << 40)
+    roomy = Search(Simulator(simulator.captures, quick), 1 << 40)
     roomy.run()
     assert roomy.too_slow
 
