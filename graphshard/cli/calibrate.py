@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from graphshard.calibrate.ranks import joined
 from graphshard.calibrate.run import Calibration, Links, Row, calibrate
+from graphshard.calibrate.steps import joined
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress

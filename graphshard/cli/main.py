@@ -7,133 +7,42 @@ Exit codes: 0 done; 1 the model's own code or a file failed; 2 a GraphshardError
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console, RenderableType
 from rich.text import Text
-from torch import nn
 
-import graphshard
 from graphshard.cli.calibrate import add_calibrate
-from graphshard.cli.compare_trace import add_compare_trace, trace_text
 from graphshard.cli.consolidate import add_consolidate
 from graphshard.cli.doctor import add_doctor, version_of
-from graphshard.cli.from_config import PREFIX, model_of_config
-from graphshard.cli.machine import set_machine
-from graphshard.cli.parser import CommandParser
+from graphshard.cli.model import (
+    FACTORY_HELP,
+    ModelCodeError,
+    load_model,
+    load_with_inputs,
+    plan_of,
+)
 from graphshard.cli.policy import (
     POLICY_HELP,
+    CommandParser,
     add_backend,
     add_hardware,
     add_policy_fields,
-    backend_of,
-    parse_bytes,
     parse_mesh,
-    policies_of,
-    policy_of,
+    set_machine,
 )
-from graphshard.cli.report import add_report, write_report
-from graphshard.cli.simulate import add_compare, add_simulate, comparison_text, estimate_text
-from graphshard.cli.tune import add_tune, parse_counts, search_policy, search_runs, wants_runs
-from graphshard.errors import GraphshardError, PlanError, PolicyError
-from graphshard.hardware.hardware import Hardware
+from graphshard.cli.simulate import add_compare, add_compare_trace, add_report, add_simulate
+from graphshard.cli.tune import add_tune, parse_counts, run_tune
+from graphshard.errors import GraphshardError
 from graphshard.inspect.dump import dump_program
-from graphshard.planning.plan import ShardingPlan
-from graphshard.planning.searched import needs_groups
-from graphshard.policy.base import Policy
 from graphshard.progress import Progress
-
-FACTORY_HELP = """\
-FACTORY is pkg.module:function, importable from the current directory. It is called without
-arguments and on the meta device, so a model of any size costs no memory, and returns
-
-    model                     planned without being captured ("plan" only)
-    (model, args)             args: a tuple of example inputs
-    (model, args, kwargs)     kwargs: a dict of example keyword inputs
-
-hf:CONFIG[@BATCHxTOKENS] in its place is a language model of transformers: CONFIG is a config.json,
-its folder, or the id of a model in the local cache; a step trains on one sequence of 2,048 tokens,
-or of as many as the model takes, unless @BATCHxTOKENS says how many.
-
-Example inputs need shapes and dtypes only. With them the step is also captured, rewritten and
-verified.
-"""
-
-
-class ModelCodeError(Exception):
-    """The user's factory raised; `__cause__` is its exception."""
-
-
-@dataclass(frozen=True)
-class ModelAndInputs:
-    """The result of a factory: a model on the meta device, and example inputs or None."""
-
-    model: nn.Module
-    args: tuple[Any, ...] | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-def load_model(spec: str) -> ModelAndInputs:
-    """The model of `spec`: of a factory or of transformers (see `FACTORY_HELP`)."""
-    if spec.startswith(PREFIX):
-        with torch.device("meta"):
-            model, inputs = model_of_config(spec)
-        return ModelAndInputs(model, (), inputs)
-    module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute) or module_name.endswith(".py"):
-        raise PlanError(f"a factory is written pkg.module:function, without .py; got {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ModelCodeError(f"importing {module_name} failed") from error
-        raise PlanError(
-            f"no module named {error.name!r} in {os.getcwd()} or the installed packages; "
-            "run from the directory that holds it"
-        ) from None
-    except Exception as error:
-        raise ModelCodeError(f"importing {module_name} failed") from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        raise PlanError(f"{module_name} has no function named {attribute!r}")
-    try:
-        with torch.device("meta"):
-            result = factory()
-    except Exception as error:
-        raise ModelCodeError(f"{spec} failed when called on the meta device") from error
-    return _model_and_inputs(spec, result)
-
-
-def _model_and_inputs(spec: str, result: object) -> ModelAndInputs:
-    if isinstance(result, nn.Module):
-        return ModelAndInputs(result)
-    match result:
-        case (nn.Module() as model, (tuple() | list()) as args):
-            return ModelAndInputs(model, tuple(args))
-        case (nn.Module() as model, (tuple() | list()) as args, dict() as kwargs):
-            return ModelAndInputs(model, tuple(args), kwargs)
-    raise PlanError(
-        f"{spec} must return a model, (model, args) or (model, args, kwargs), args a tuple and "
-        f"kwargs a dict; it returned {_describe(result)}"
-    )
-
-
-def _describe(result: object) -> str:
-    if isinstance(result, tuple):
-        return f"({', '.join(type(item).__name__ for item in result)})"
-    return type(result).__name__
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -158,48 +67,43 @@ def build_parser() -> argparse.ArgumentParser:
     add_hardware(dump)
     dump.set_defaults(run=run_dump)
 
-    simulate = _add_command(
-        commands, "simulate", "predict time and memory of a training step", "--hardware NAME|FILE"
+    add_simulate(
+        _add_command(
+            commands,
+            "simulate",
+            "predict time and memory of a training step",
+            "--hardware NAME|FILE",
+        )
     )
-    add_simulate(simulate)
-    simulate.set_defaults(run=run_simulate)
-
-    compare = _add_command(
-        commands,
-        "compare",
-        "predict a training step under two policies",
-        "--policy 'POLICY [FIELDS]' --hardware NAME|FILE",
-        several=True,
+    add_compare(
+        _add_command(
+            commands,
+            "compare",
+            "predict a training step under two policies",
+            "--policy 'POLICY [FIELDS]' --hardware NAME|FILE",
+            several=True,
+        )
     )
-    add_compare(compare)
-    compare.set_defaults(run=run_compare)
-
-    against = _add_command(
-        commands,
-        "compare-trace",
-        "set a trace of torch.profiler beside the predicted step",
-        "--trace FILE --hardware NAME|FILE",
+    add_compare_trace(
+        _add_command(
+            commands,
+            "compare-trace",
+            "set a trace of torch.profiler beside the predicted step",
+            "--trace FILE --hardware NAME|FILE",
+        )
     )
-    add_compare_trace(against)
-    against.set_defaults(run=run_compare_trace)
-
-    report = _add_command(
-        commands,
-        "report",
-        "write a page to look at: plan, timeline, memory",
-        "--out FILE --hardware NAME|FILE",
+    add_report(
+        _add_command(
+            commands,
+            "report",
+            "write a page to look at: plan, timeline, memory",
+            "--out FILE --hardware NAME|FILE",
+        )
     )
-    add_report(report)
-    report.set_defaults(run=run_report)
-
-    tune = _add_command(
-        commands, "tune", "search for the fastest policy that fits", any_policy=True
-    )
-    add_tune(tune)
-    tune.set_defaults(run=run_tune)
-
+    summary = "search for the fastest policy that fits"
+    add_tune(_add_command(commands, "tune", summary, any_policy=True))
     add_calibrate(commands)
-    add_consolidate(commands, parse_bytes)
+    add_consolidate(commands)
     add_doctor(commands)
     return parser
 
@@ -254,39 +158,11 @@ def _add_command(
     return command
 
 
-def _plan(
-    options: argparse.Namespace,
-    loaded: ModelAndInputs,
-    progress: Progress,
-    policy_and_backend: tuple[Policy, str] | None = None,
-) -> ShardingPlan:
-    policy, backend = policy_and_backend or (policy_of(options), backend_of(options))
-    mesh = options.mesh
-    if mesh and policy_and_backend and not needs_groups(policy):
-        mesh = (prod(mesh),)  # of two policies, one may have groups
-    machine = Hardware.load(getattr(options, "hardware", "h100-sxm"))
-    ranks = prod(options.mesh) if options.mesh else options.world_size or 1
-    by_gloo = machine.process_group_backend == "gloo"
-    return graphshard.plan(
-        loaded.model,
-        policy,
-        backend=backend,
-        device=machine.program_device,
-        process_group_backend=machine.process_group_backend,
-        hosts=machine.nodes(ranks) if by_gloo else 1,
-        world_size=options.world_size,
-        mesh_shape=mesh,
-        example_inputs=loaded.args,
-        example_kwargs=loaded.kwargs or None,
-        progress=progress,
-    )
-
-
 def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
     """Run `graphshard plan`; return the plan as text, table or JSON."""
     with progress.stage("build the model"):
         loaded = load_model(options.factory)
-    plan = _plan(options, loaded, progress)
+    plan = plan_of(options, loaded, progress)
     if options.json:
         return json.dumps(plan.to_dict(), indent=2)
     if sys.stdout.isatty():
@@ -294,68 +170,9 @@ def run_plan(options: argparse.Namespace, progress: Progress) -> RenderableType:
     return plan.text(unfold=options.unfold)
 
 
-def _load_with_inputs(
-    options: argparse.Namespace, progress: Progress, purpose: str
-) -> ModelAndInputs:
-    with progress.stage("build the model"):
-        loaded = load_model(options.factory)
-    if loaded.args is None:
-        raise PlanError(
-            f"a {purpose} needs example inputs: let {options.factory} return (model, args) or "
-            "(model, args, kwargs)"
-        )
-    return loaded
-
-
-def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
-    """Run `graphshard simulate`; write the requested files and return the estimate."""
-    plan = _plan(options, _load_with_inputs(options, progress, "simulation"), progress)
-    with progress.stage("simulate"):
-        return estimate_text(plan, options)
-
-
-def run_compare(options: argparse.Namespace, progress: Progress) -> str:
-    """Run `graphshard compare`; return the estimates of two policies side by side."""
-    if len(options.policy) != 2:
-        raise PolicyError(f"two policies are compared; --policy was given {len(options.policy)}x")
-    policies = policies_of(options)
-    loaded = _load_with_inputs(options, progress, "comparison")
-    plans = [
-        _plan(options, loaded, progress, policy_and_backend) for policy_and_backend in policies
-    ]
-    with progress.stage("simulate"):
-        return comparison_text(plans, options.policy, options)
-
-
-def run_compare_trace(options: argparse.Namespace, progress: Progress) -> str:
-    """Run `graphshard compare-trace`; return the measured step beside the predicted one."""
-    plan = _plan(options, _load_with_inputs(options, progress, "comparison"), progress)
-    with progress.stage("simulate"):
-        return trace_text(plan, options)
-
-
-def run_report(options: argparse.Namespace, progress: Progress) -> str:
-    """Run `graphshard report`; return the path of the written page."""
-    loaded = _load_with_inputs(options, progress, "report")
-
-    def plan_under(policy: Policy | None) -> ShardingPlan:
-        chosen = None if policy is None else (policy, backend_of(options))
-        return _plan(options, loaded, progress, chosen)
-
-    return write_report(loaded, options, progress, plan_under)
-
-
-def run_tune(options: argparse.Namespace, progress: Progress) -> RenderableType:
-    """Run `graphshard tune`; return the policy, and why others are not better."""
-    search = search_runs if wants_runs(options) else search_policy
-    loaded = _load_with_inputs(options, progress, "search")
-    found = search(loaded.model, loaded.args or (), loaded.kwargs, options, progress)
-    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
-
-
 def run_dump(options: argparse.Namespace, progress: Progress) -> str:
     """Run `graphshard dump`; return the paths of the written files, one per line."""
-    plan = _plan(options, _load_with_inputs(options, progress, "dump"), progress)
+    plan = plan_of(options, load_with_inputs(options, progress, "dump"), progress)
     assert plan.program is not None  # since there are example inputs
     with progress.stage("write the files"):
         return "\n".join(map(str, dump_program(plan.program, plan, options.out)))

@@ -1,16 +1,20 @@
-"""Parse policies from the command line."""
+"""Options that commands share: policies, and the machine; and the parser of a command."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
-from graphshard.cli.parser import CommandParser
-from graphshard.errors import PlanError, PolicyError
-from graphshard.format import bytes_in
-from graphshard.hardware.hardware import preset_names
+from graphshard.cost.estimate import Estimate
+from graphshard.cost.memory import OPTIMIZERS
+from graphshard.errors import CostError, PlanError, PolicyError
+from graphshard.format import bytes_in, meant
+from graphshard.hardware.curves import ATTENTION_KERNELS
+from graphshard.hardware.hardware import Hardware, preset_names
 from graphshard.planning.planner import BACKENDS, mesh_sizes
 from graphshard.policy.accelerate import from_accelerate
 from graphshard.policy.base import (
@@ -230,6 +234,57 @@ def add_hardware(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_machine_options(command: argparse.ArgumentParser, **hardware: Any) -> None:
+    """Add the arguments for the machine of an estimate; `hardware` are those of `--hardware`."""
+    command.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"{', '.join(preset_names())}, or a file of Hardware.save",
+        **hardware,
+    )
+    command.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="ranks on a node; as the hardware says"
+    )
+    command.add_argument(
+        "--power-limit", type=float, metavar="WATTS", help="of each device; as the hardware says"
+    )
+    command.add_argument(
+        "--attention",
+        choices=ATTENTION_KERNELS,
+        help="the kernel of fused attention; as the installed torch takes by default",
+    )
+    command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    command.add_argument(
+        "--allocator",
+        default="",
+        metavar="SETTINGS",
+        help="what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True",
+    )
+
+
+def check_attention(options: argparse.Namespace, estimates: Iterable[Estimate]) -> None:
+    """Raise CostError if `--attention` names a kernel by which none of `estimates` is priced."""
+    kernel = getattr(options, "attention", None)
+    if kernel is None or any(kernel in estimate.attention_kernels for estimate in estimates):
+        return
+    raise CostError(
+        f"--attention has no effect: no operator of the step is priced by {kernel}, which is for "
+        "attention in 16 bits, fused, and without a mask but for cudnn and fa1, on hardware "
+        "without measured curves of it; leave it out, or say --param-dtype bf16"
+    )
+
+
+def set_machine(options: argparse.Namespace) -> None:
+    """Replace `options.hardware` by the machine that the other options change it to."""
+    changes = {
+        name: getattr(options, option)
+        for name, option in (("power_limit", "power_limit"), ("attention_kernel", "attention"))
+        if getattr(options, option, None) is not None
+    }
+    if changes:
+        options.hardware = Hardware.load(options.hardware).with_(**changes)
+
+
 def add_backend(command: argparse.ArgumentParser) -> None:
     """Add the argument for the backend that runs compute."""
     command.add_argument(
@@ -316,3 +371,28 @@ def policies_of(options: argparse.Namespace) -> list[tuple[Policy, str]]:
         merged = parser.parse_args(shlex.split(text), shared)
         policies.append((policy_of(merged), backend_of(merged)))
     return policies
+
+
+# -- the parser ------------------------------------------------------------------------------------
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse alone would say which required option is missing if that one is misspelt."""
+
+    arguments: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: D102
+        self.arguments = tuple(args or ())
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> Never:  # noqa: D102
+        options = re.findall(r"--[a-z-]+", self.format_help().replace(self.prog, ""))
+        for argument in self.arguments:
+            name = argument.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in options):
+                like = meant(name, options)
+                message = f"there is no option {name}{like}" if like else message
+        super().error(message)

@@ -1,46 +1,48 @@
-"""`graphshard simulate` and `compare`: their arguments and their output."""
+"""`graphshard simulate`, `compare`, `compare-trace` and `report`: arguments and output."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-from graphshard.cli.machine import add_machine_options, check_attention
+from graphshard.cli.model import load_with_inputs, plan_of
+from graphshard.cli.policy import add_machine_options, backend_of, check_attention, policies_of
+from graphshard.cli.tune import auto_policy_with, tuned
+from graphshard.cost.against_trace import compare_trace
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
-from graphshard.cost.memory import OPTIMIZERS
-from graphshard.hardware.hardware import preset_names
+from graphshard.errors import PolicyError
 from graphshard.planning.plan import ShardingPlan
+from graphshard.progress import Progress
 from graphshard.simulation import simulate
 
 
-def add_hardware_options(command: argparse.ArgumentParser) -> None:
-    """Add the arguments for the hardware, the optimizer and TF32 to `command`."""
-    command.add_argument(
-        "--hardware",
-        required=True,
-        metavar="NAME|FILE",
-        help=f"{', '.join(preset_names())}, or a file of Hardware.save",
-    )
-    command.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="ranks on a node; as the hardware says"
-    )
-    add_machine_options(command)
-    command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+def _add_hardware_options(command: argparse.ArgumentParser) -> None:
+    add_machine_options(command, required=True)
     command.add_argument("--tf32", action="store_true", help="float32 products run as TF32")
-    command.add_argument(
-        "--allocator",
-        default="",
-        metavar="SETTINGS",
-        help="what PYTORCH_CUDA_ALLOC_CONF will be, such as expandable_segments:True",
-    )
+
+
+def _estimates(options: argparse.Namespace, *plans: ShardingPlan) -> list[Estimate]:
+    """The estimates for the programs of `plans`."""
+    estimates = [
+        simulate(
+            plan,
+            hardware=options.hardware,
+            gpus_per_node=options.gpus_per_node,
+            optimizer=options.optimizer,
+            tf32=options.tf32,
+            allocator=options.allocator,
+        )
+        for plan in plans
+    ]
+    check_attention(options, estimates)
+    return estimates
 
 
 def add_simulate(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `graphshard simulate` to `command`."""
-    add_hardware_options(command)
+    _add_hardware_options(command)
     command.add_argument("--json", action="store_true", help="print the estimate as JSON")
     command.add_argument(
         "--trace", type=Path, metavar="FILE", help="write a trace for Perfetto or chrome://tracing"
@@ -48,45 +50,114 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw streams and memory (needs matplotlib)"
     )
+    command.set_defaults(run=run_simulate)
+
+
+def run_simulate(options: argparse.Namespace, progress: Progress) -> str:
+    """Write the requested files and return the estimate."""
+    plan = plan_of(options, load_with_inputs(options, progress, "simulation"), progress)
+    with progress.stage("simulate"):
+        (estimate,) = _estimates(options, plan)
+        if options.trace:
+            estimate.save_trace(options.trace)
+        if options.plot:
+            estimate.plot(options.plot)
+        return json.dumps(estimate.to_dict(), indent=2) if options.json else str(estimate)
 
 
 def add_compare(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `graphshard compare`, except those of the policies, to `command`."""
-    add_hardware_options(command)
+    _add_hardware_options(command)
     command.add_argument("--json", action="store_true", help="print both estimates as JSON")
+    command.set_defaults(run=run_compare)
 
 
-def estimate_text(plan: ShardingPlan, options: argparse.Namespace) -> str:
-    """Return the estimate for the program of `plan` as text, and write the requested files."""
-    estimate = estimate_of(plan, options)
-    check_attention(options, [estimate])
-    if options.trace:
-        estimate.save_trace(options.trace)
-    if options.plot:
-        estimate.plot(options.plot)
-    return json.dumps(estimate.to_dict(), indent=2) if options.json else str(estimate)
+def run_compare(options: argparse.Namespace, progress: Progress) -> str:
+    """Return the estimates of two policies side by side."""
+    if len(options.policy) != 2:
+        raise PolicyError(f"two policies are compared; --policy was given {len(options.policy)}x")
+    policies = policies_of(options)
+    loaded = load_with_inputs(options, progress, "comparison")
+    plans = [plan_of(options, loaded, progress, policy) for policy in policies]
+    with progress.stage("simulate"):
+        comparison = compare(*_estimates(options, *plans))
+        if options.json:
+            return json.dumps(comparison.to_dict(), indent=2)
+        named = zip(comparison.names, options.policy, strict=True)
+        return "\n".join([*(f"{name}: {text}" for name, text in named), str(comparison)])
 
 
-def comparison_text(
-    plans: Sequence[ShardingPlan], texts: Sequence[str], options: argparse.Namespace
-) -> str:
-    """Return the estimates for the programs of two plans side by side, as text."""
-    estimates = [estimate_of(plan, options) for plan in plans]
-    check_attention(options, estimates)
-    comparison = compare(*estimates)
-    if options.json:
-        return json.dumps(comparison.to_dict(), indent=2)
-    legend = [f"{name}: {text}" for name, text in zip(comparison.names, texts, strict=True)]
-    return "\n".join([*legend, str(comparison)])
-
-
-def estimate_of(plan: ShardingPlan, options: argparse.Namespace) -> Estimate:
-    """The estimate for the program of `plan` with the options of `add_hardware_options`."""
-    return simulate(
-        plan,
-        hardware=options.hardware,
-        gpus_per_node=options.gpus_per_node,
-        optimizer=options.optimizer,
-        tf32=options.tf32,
-        allocator=options.allocator,
+def add_compare_trace(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `graphshard compare-trace` to `command`."""
+    command.add_argument(
+        "--trace",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="what torch.profiler wrote of one rank (export_chrome_trace); .json or .json.gz",
     )
+    _add_hardware_options(command)
+    command.add_argument("--events", action="store_true", help="a line for every event")
+    command.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    command.set_defaults(run=run_compare_trace)
+
+
+def run_compare_trace(options: argparse.Namespace, progress: Progress) -> str:
+    """Return what a trace measured beside the predicted step."""
+    plan = plan_of(options, load_with_inputs(options, progress, "comparison"), progress)
+    with progress.stage("simulate"):
+        (estimate,) = _estimates(options, plan)
+        comparison = compare_trace(estimate, options.trace)
+        if options.json:
+            return json.dumps(comparison.to_dict(), indent=2)
+        return comparison.text(every_event=options.events)
+
+
+_COMPARED = 8
+"""Policies of the frontier that are compared; the others are points without reasons."""
+
+_KEPT = (
+    "mixed_precision",
+    "ignored",
+    "cuda_graph",
+    "check_finite",
+    "sync_module_states",
+)
+"""Fields of the policy that the search for other ones does not vary."""
+
+
+def add_report(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `graphshard report` to `command`."""
+    _add_hardware_options(command)
+    command.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="the HTML file to write"
+    )
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="set a trace of torch.profiler beside it"
+    )
+    command.add_argument(
+        "--what-if",
+        action="store_true",
+        help="search other policies, as tune does, and set them beside it",
+    )
+    command.set_defaults(run=run_report)
+
+
+def run_report(options: argparse.Namespace, progress: Progress) -> str:
+    """Write the page, and return its path."""
+    loaded = load_with_inputs(options, progress, "report")
+    plan = plan_of(options, loaded, progress)
+    with progress.stage("simulate"):
+        (estimate,) = _estimates(options, plan)
+    others: dict[str, Estimate] = {}
+    tuning = None
+    if options.what_if:
+        kept = {name: getattr(plan.policy, name) for name in _KEPT}
+        tuning = tuned(auto_policy_with(options, **kept), loaded, options, progress)
+        for number, result in enumerate(tuning.frontier[:_COMPARED], 1):
+            if repr(result.policy) != repr(plan.policy):
+                other = plan_of(options, loaded, progress, (result.policy, backend_of(options)))
+                (others[f"frontier {number}"],) = _estimates(options, other)
+    with progress.stage("write the page"):
+        estimate.report(options.out, what_if=others, tuning=tuning, trace=options.trace)
+    return str(options.out)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import json
 from typing import Any
 
-from torch import nn
-
-from graphshard.cli.machine import add_machine_options
-from graphshard.cli.policy import fields_of, units_of
-from graphshard.cost.memory import OPTIMIZERS
+from graphshard.cli.model import ModelAndInputs, load_with_inputs
+from graphshard.cli.policy import add_machine_options, fields_of, units_of
 from graphshard.errors import PolicyError
-from graphshard.hardware.hardware import preset_names
-from graphshard.progress import Stages
+from graphshard.progress import Progress, Stages
 from graphshard.tune.auto_policy import AutoPolicy
 from graphshard.tune.request import AUTO, SEARCHED
 from graphshard.tune.runs import RunRequest, Runs
@@ -32,18 +28,7 @@ _FIELDS = (
 
 def add_tune(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `graphshard tune` to `command`."""
-    command.add_argument(
-        "--hardware",
-        default="h100-sxm",
-        metavar="NAME|FILE",
-        help=f"{', '.join(preset_names())}, or a file of Hardware.save",
-    )
-    command.add_argument("--gpus-per-node", type=int, metavar="N", help="as the hardware says")
-    add_machine_options(command)
-    command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
-    command.add_argument(
-        "--allocator", default="", metavar="SETTINGS", help="what PYTORCH_CUDA_ALLOC_CONF will be"
-    )
+    add_machine_options(command, default="h100-sxm")
     command.add_argument(
         "--seconds",
         type=float,
@@ -70,6 +55,7 @@ def add_tune(command: argparse.ArgumentParser) -> None:
         help="samples of one call on a rank to try (default: powers of two)",
     )
     runs.add_argument("--price", type=float, metavar="P", help="of a GPU and hour")
+    command.set_defaults(run=run_tune)
 
 
 _SUFFIXES = {"k": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "Ki": 1 << 10, "Mi": 1 << 20}
@@ -117,14 +103,51 @@ def wants_runs(options: argparse.Namespace) -> bool:
     return runs
 
 
-def search_runs(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: argparse.Namespace,
-    progress: Stages,
+def run_tune(options: argparse.Namespace, progress: Progress) -> str:
+    """Return the policy or the runs that a search finds, and why others are not better."""
+    runs = wants_runs(options)
+    loaded = load_with_inputs(options, progress, "search")
+    fields, units = fields_of(options), units_of(options)
+    auto = auto_policy_with(
+        options,
+        memory_budget=fields.get("memory_budget"),
+        units=AUTO if units is None else units,
+        seconds=options.seconds or None,
+        **{name: fields[name] for name in _FIELDS if name in fields},
+    )
+    search = _compared if runs else tuned
+    found = search(auto, loaded, options, progress)
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
+
+
+def auto_policy_with(options: argparse.Namespace, **fields: Any) -> AutoPolicy:
+    """The `AutoPolicy` for the machine in `options`; `fields` that are not given are searched."""
+    return AutoPolicy(
+        hardware=options.hardware,
+        gpus_per_node=options.gpus_per_node,
+        optimizer=options.optimizer,
+        allocator=options.allocator,
+        **fields,
+    )
+
+
+def tuned(
+    auto: AutoPolicy, loaded: ModelAndInputs, options: argparse.Namespace, progress: Stages
+) -> Tuning:
+    """The fastest policy that fits, on the ranks in `options`."""
+    return auto.tune(
+        loaded.model,
+        example_inputs=loaded.args,
+        example_kwargs=loaded.kwargs,
+        world_size=options.world_size,
+        mesh_shape=options.mesh,
+        progress=progress,
+    )
+
+
+def _compared(
+    auto: AutoPolicy, loaded: ModelAndInputs, options: argparse.Namespace, progress: Stages
 ) -> Runs:
-    """Search for the cheapest run, as `options` ask."""
     request = RunRequest(
         options.ranks or (options.world_size,),
         global_batch=options.global_batch,
@@ -132,40 +155,10 @@ def search_runs(
         batches=options.batches,
         price=options.price,
     )
-    return auto_policy_of(options).tune_runs(
-        model, request, example_inputs=args, example_kwargs=kwargs, progress=progress
-    )
-
-
-def auto_policy_of(options: argparse.Namespace) -> AutoPolicy:
-    """Return the `AutoPolicy` in `options`; fields that are not given are searched."""
-    fields, units = fields_of(options), units_of(options)
-    fixed = {name: fields[name] for name in _FIELDS if name in fields}
-    return AutoPolicy(
-        memory_budget=fields.get("memory_budget"),
-        hardware=options.hardware,
-        gpus_per_node=options.gpus_per_node,
-        optimizer=options.optimizer,
-        allocator=options.allocator,
-        units=AUTO if units is None else units,
-        seconds=options.seconds or None,
-        **fixed,
-    )
-
-
-def search_policy(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: argparse.Namespace,
-    progress: Stages,
-) -> Tuning:
-    """Search for the fastest policy that fits, as `options` ask."""
-    return auto_policy_of(options).tune(
-        model,
-        example_inputs=args,
-        example_kwargs=kwargs,
-        world_size=options.world_size,
-        mesh_shape=options.mesh,
+    return auto.tune_runs(
+        loaded.model,
+        request,
+        example_inputs=loaded.args,
+        example_kwargs=loaded.kwargs,
         progress=progress,
     )

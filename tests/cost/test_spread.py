@@ -4,8 +4,8 @@ import pytest
 from simulations import simulate
 
 import graphshard
-from graphshard.cli.machine import set_machine
 from graphshard.cli.main import build_parser
+from graphshard.cli.policy import set_machine
 from graphshard.hardware.hardware import Hardware
 from graphshard.report.page import verdict
 

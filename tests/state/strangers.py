@@ -34,8 +34,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.serialization import set_crc32_options
 
 import graphshard
+from graphshard.cli.consolidate import plan_consolidation
 from graphshard.errors import CheckpointError, GraphshardError
-from graphshard.state.consolidate import plan_consolidation
 from graphshard.state.files import open_files
 
 SECONDS = 20

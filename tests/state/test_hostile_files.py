@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from strangers import module_and_optimizer, write_ours, write_torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
+from graphshard.cli.consolidate import plan_consolidation
 from graphshard.cli.main import main
 from graphshard.errors import CheckpointError
 from graphshard.state.archive import ArchiveError, ForeignError, load_part
-from graphshard.state.consolidate import plan_consolidation
 from graphshard.state.dcp import open_checkpoint, read_metadata
 from graphshard.state.files import open_files
 from graphshard.state.manifest import latest_checkpoint

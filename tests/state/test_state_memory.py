@@ -17,7 +17,7 @@ from state_checks import on_meta, shared_folder
 from torch import nn
 
 import graphshard
-from graphshard.state.consolidate import plan_consolidation
+from graphshard.cli.consolidate import plan_consolidation
 
 MB = 1e6
 WIDTH, LAYERS = 2048, 16
