@@ -34,7 +34,7 @@ from graphshard.calibrate.steps import joined
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group
-from graphshard.runtime.measure import Effort
+from graphshard.runtime.links import Effort
 
 CPU = torch.device("cpu")
 

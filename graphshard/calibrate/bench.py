@@ -20,8 +20,14 @@ from graphshard.calibrate.steps import StepSize
 from graphshard.format import human_bytes
 from graphshard.program import ops
 from graphshard.runtime.group import Group
-from graphshard.runtime.links import TimedCollective, contention_on_host
-from graphshard.runtime.measure import Benchmark, Stopwatch, Timing, Watch
+from graphshard.runtime.links import (
+    Benchmark,
+    Stopwatch,
+    TimedCollective,
+    Timing,
+    Watch,
+    contention_on_host,
+)
 
 MOST_RUNS = 100
 """Runs of one timing: so few that the launches of all fit into the queue of a device."""

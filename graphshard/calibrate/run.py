@@ -30,14 +30,18 @@ from graphshard.hardware.hardware import KINDS, Hardware, nearest
 from graphshard.progress import Progress
 from graphshard.runtime.group import Group, hosts_by_rank
 from graphshard.runtime.links import (
+    Effort,
     HostGroups,
+    Stopwatch,
+    Timing,
+    Watch,
     fitted_lines,
     host_groups,
     link_figures,
+    measure,
     ring_lines,
     timed_collectives,
 )
-from graphshard.runtime.measure import Effort, Stopwatch, Timing, Watch, measure
 
 _VIEWS = 8
 

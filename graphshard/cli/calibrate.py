@@ -19,7 +19,7 @@ from graphshard.calibrate.steps import joined
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
 from graphshard.progress import Progress
-from graphshard.runtime.measure import QUICK, Effort
+from graphshard.runtime.links import QUICK, Effort
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,

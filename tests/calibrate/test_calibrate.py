@@ -28,8 +28,7 @@ from graphshard.errors import CostError
 from graphshard.hardware.curves import ascending, fit_line, seconds_at
 from graphshard.hardware.hardware import Hardware, preset_of
 from graphshard.program import ops
-from graphshard.runtime.links import ring_lines
-from graphshard.runtime.measure import Effort, Timing, Watch, measure
+from graphshard.runtime.links import Effort, Timing, Watch, measure, ring_lines
 
 ROUGH = Effort(least=1, most=1, piece=0.0, budget=0.0)
 CPU = torch.device("cpu")

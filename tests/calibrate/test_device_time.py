@@ -31,7 +31,7 @@ from graphshard.calibrate.run import calibrate
 from graphshard.calibrate.steps import joined
 from graphshard.cli.calibrate import report
 from graphshard.hardware.hardware import Hardware
-from graphshard.runtime.measure import Effort
+from graphshard.runtime.links import Effort
 
 # -- a device of numbers ---------------------------------------------------------------------------
 
