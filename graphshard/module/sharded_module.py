@@ -33,12 +33,11 @@ from graphshard.module.sharded_tree import (
 from graphshard.module.state import StateMethods
 from graphshard.module.training import TrainingMethods
 from graphshard.planning.plan import ShardingPlan
-from graphshard.program import ops
 from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import Program
 from graphshard.progress import Stages
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.group import Group, meeting_group, with_mesh
+from graphshard.runtime.group import Group, groups_like, meeting_group
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.torch_private.trace import load_dynamo
@@ -267,16 +266,6 @@ _HOOKS = (
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_pre_hooks",
     "_backward_hooks",
 )  # fmt: skip
-
-
-def groups_like(group: Group, found: Group) -> Group:
-    """The group `found` with all that `group` has, on the same mesh; all ranks call this."""
-    made = with_mesh(found, group.mesh_shape)
-    made.replica_all_reduce, made.check = group.replica_all_reduce, group.check
-    for name in group.subgroups:
-        if name not in made.subgroups:  # a part of the group that shards
-            made.within(int(name.removeprefix(ops.RESHARD)))
-    return made
 
 
 def model_like(sharded: ShardedModule, memo: dict[int, Any]) -> nn.Module:

@@ -286,6 +286,16 @@ def with_mesh(group: Group, shape: tuple[int, ...]) -> Group:
     return group
 
 
+def groups_like(group: Group, found: Group) -> Group:
+    """The group `found` with all that `group` has, on the same mesh; all ranks call this."""
+    made = with_mesh(found, group.mesh_shape)
+    made.replica_all_reduce, made.check = group.replica_all_reduce, group.check
+    for name in group.subgroups:
+        if name not in made.subgroups:  # a part of the group that shards
+            made.within(int(name.removeprefix(ops.RESHARD)))
+    return made
+
+
 def _default_device_type() -> str:
     """Where the ranks of the default process group compute: on CUDA if it has NCCL for that.
 
