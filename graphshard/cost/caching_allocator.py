@@ -56,17 +56,7 @@ def checked_settings(text: str) -> str:
 
 
 class OutOfDeviceMemoryError(Exception):
-    """A request that the device cannot serve, even after all free segments went back to it.
-
-    bytes: the request, rounded. reserved, allocated: bytes when it failed.
-    """
-
-    def __init__(self, size: int, reserved: int, allocated: int) -> None:
-        super().__init__(
-            f"{human_bytes(size)} asked for, with {human_bytes(reserved)} reserved and "
-            f"{human_bytes(allocated)} of it in use"
-        )
-        self.bytes, self.reserved, self.allocated = size, reserved, allocated
+    """A request that the device cannot serve, even after all free segments went back to it."""
 
 
 class Block:
@@ -95,11 +85,6 @@ class Block:
         self.before: Block | None = None
         self.after: Block | None = None
         self.label: Hashable = None
-
-    @property
-    def alone(self) -> bool:
-        """Whether it is a whole segment."""
-        return self.before is None and self.after is None
 
 
 Key = tuple[int, int]
@@ -155,14 +140,18 @@ class CachingAllocator:
         """Allocate `size` bytes, 1 or more, for `stream`."""
         rounded = self.rounded(size)
         pool = self._pool(stream, small=rounded <= SMALL_REQUEST)
-        block = (
-            self._cached(pool, rounded)
-            or self._new_segment(pool, rounded)
-            or self._retry(pool, rounded)
-        )
-        if not block:
-            raise OutOfDeviceMemoryError(rounded, self.reserved, self.allocated)
-        if self._worth_splitting(block, rounded):
+        block = self._cached(pool, rounded) or self._new_segment(pool, rounded)
+        if block is None:
+            self.retries += 1
+            self.empty_cache()
+            block = self._new_segment(pool, rounded)
+        if block is None:
+            raise OutOfDeviceMemoryError(
+                f"{human_bytes(rounded)} asked for, with {human_bytes(self.reserved)} reserved and "
+                f"{human_bytes(self.allocated)} of it in use"
+            )
+        left = block.size - rounded
+        if left >= MIN_BLOCK if pool.small or self.expandable else left > SMALL_REQUEST:
             block = self._split(block, rounded)
         block.used, block.requested, block.label = True, size, label
         self.allocated += block.size
@@ -181,8 +170,10 @@ class CachingAllocator:
             for block in list(pool.blocks.values()):
                 if self.expandable:
                     self._unmap(block)
-                elif block.alone:
-                    self._release(block)
+                elif block.before is None and block.after is None:  # a whole segment
+                    pool.take(block)
+                    del self.segments[block.segment]
+                    self.reserved -= block.size
 
     # -- segments ---------------------------------------------------------------------------------
 
@@ -215,13 +206,6 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _segment_size(self, size: int) -> int:
-        if size <= SMALL_REQUEST:
-            return SMALL_SEGMENT
-        if size < LARGE_REQUEST:
-            return LARGE_SEGMENT
-        return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
-
     def _reserve(self, size: int) -> bool:
         if self.reserved + size > self.capacity:
             return False
@@ -232,30 +216,16 @@ class CachingAllocator:
     def _new_segment(self, pool: Pool, size: int) -> Block | None:
         if self.expandable:
             return self._grow(pool, size)
-        bytes_ = self._segment_size(size)
+        bytes_ = -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
+        if size < LARGE_REQUEST:
+            bytes_ = SMALL_SEGMENT if size <= SMALL_REQUEST else LARGE_SEGMENT
         if not self._reserve(bytes_):
             return None
         block = self.segments[self._next] = Block(pool, self._next, self._next, bytes_)
         self._next += bytes_
         return block
 
-    def _retry(self, pool: Pool, size: int) -> Block | None:
-        self.retries += 1
-        self.empty_cache()
-        return self._new_segment(pool, size)
-
-    def _release(self, block: Block) -> None:
-        block.pool.take(block)
-        del self.segments[block.segment]
-        self.reserved -= block.size
-
     # -- splitting and merging --------------------------------------------------------------------
-
-    def _worth_splitting(self, block: Block, size: int) -> bool:
-        left = block.size - size
-        if block.pool.small or self.expandable:
-            return left >= MIN_BLOCK
-        return left > SMALL_REQUEST
 
     def _split(self, block: Block, size: int) -> Block:
         """Cut `size` bytes off the beginning of `block`, whose rest goes back to its pool."""

@@ -81,7 +81,9 @@ def collective_seconds(
     if in_switch is not None and shape.nodes == 1 and n > 2:
         reduced = 2 * (n - 1) / n * moved / (hardware.intra_bandwidth * in_switch)
         return hardware.launch_floor + 2 * hardware.intra_latency + reduced
-    tree = 2 * (_tree_latency(shape, hardware) + moved / _bandwidth(shape, hardware))
+    levels = (shape.per_node - 1) * hardware.intra_latency
+    levels += ceil(log2(shape.nodes)) * hardware.inter_latency
+    tree = 2 * (levels + moved / _bandwidth(shape, hardware))
     return hardware.launch_floor + min(2 * ring, tree)
 
 
@@ -128,11 +130,6 @@ def _hop_seconds(shape: GroupShape, hardware: Hardware) -> float:
     across = shape.nodes - 1
     within = shape.size - 1 - across
     return within * hardware.intra_latency + across * hardware.inter_latency
-
-
-def _tree_latency(shape: GroupShape, hardware: Hardware) -> float:
-    within = (shape.per_node - 1) * hardware.intra_latency
-    return within + ceil(log2(shape.nodes)) * hardware.inter_latency if shape.nodes > 1 else within
 
 
 def ranks_of(collective: fx.Node, program: Program) -> int:

@@ -204,7 +204,10 @@ def _differences(both: Comparison) -> Iterator[str]:
         yield sentence(f"{found}:")
     compute = a.compute_seconds - b.compute_seconds
     if abs(compute) > least:
-        yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{_recomputed(both)}"
+        of_a, of_b = (e.timeline.recomputed_flops / max(1, e.flops) for e in (a, b))
+        text = f": {of_b:.0%} of its FLOPs are recomputation, against {of_a:.0%}"
+        text = "" if of_a == of_b else text
+        yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{text}"
     keys = {**both.causes[0], **both.causes[1]}
     changes = []
     for key in keys:
@@ -233,13 +236,6 @@ def _differences(both: Comparison) -> Iterator[str]:
 
 def _more(gained: float) -> str:
     return "less" if gained > 0 else "more"
-
-
-def _recomputed(both: Comparison) -> str:
-    one, other = (e.timeline.recomputed_flops / max(1, e.flops) for e in (both.a, both.b))
-    return (
-        "" if one == other else f": {other:.0%} of its FLOPs are recomputation, against {one:.0%}"
-    )
 
 
 def _difference_text(both: Comparison, one: Cause | None, other: Cause | None) -> str:

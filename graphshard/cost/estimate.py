@@ -145,15 +145,19 @@ class Estimate:
         """TFLOP/s on one device, recomputation included."""
         return self.flops / self.step_seconds / 1e12 if self.step_seconds else 0.0
 
-    @property
+    @cached_property
     def mfu(self) -> float:
         """Model FLOPs utilisation: FLOP/s without recomputation, as a fraction of the peak.
 
         The peak is that of the dtype with the most FLOPs ("PaLM", arXiv:2204.02311, appendix B);
         of float32, that of TF32 if products run in it.
         """
+        flops: dict[torch.dtype, int] = defaultdict(int)
+        for cost in map(op_cost, self.program.nodes()):
+            flops[cost.dtype] += cost.flops
+        main_dtype = max(flops, key=flops.__getitem__, default=torch.float32)
         useful = self.flops - self.timeline.recomputed_flops
-        peak = self.hardware.matmul_flops(self._main_dtype, tf32=self.tf32)
+        peak = self.hardware.matmul_flops(main_dtype, tf32=self.tf32)
         return useful / self.step_seconds / peak if self.step_seconds else 0.0
 
     @cached_property
@@ -169,14 +173,6 @@ class Estimate:
             if kernel := cost.kernel(self.hardware, tf32=self.tf32):
                 calls.add((kernel, isinstance(cost.work, Attention) and cost.work.masked))
         return frozenset(calls)
-
-    @cached_property
-    def _main_dtype(self) -> torch.dtype:
-        flops: dict[torch.dtype, int] = defaultdict(int)
-        for node in self.program.nodes():
-            cost = op_cost(node)
-            flops[cost.dtype] += cost.flops
-        return max(flops, key=flops.__getitem__) if flops else torch.float32
 
     # -- memory -----------------------------------------------------------------------------------
 

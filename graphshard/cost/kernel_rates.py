@@ -114,14 +114,10 @@ def filled(work: Product, hardware: Hardware) -> float:
 
     It is the speed relative to a product of whole tiles of the fastest shape in whole waves.
     """
-    return _best(work, hardware.tiles, hardware.multiprocessors)
+    return max(_filled(work, tile, hardware.multiprocessors) for tile in hardware.tiles)
 
 
-@lru_cache(1 << 14)
-def _best(work: Product, tiles: tuple[Tile, ...], multiprocessors: int) -> float:
-    return max(_filled(work, tile, multiprocessors) for tile in tiles)
-
-
+@lru_cache(1 << 16)
 def _filled(work: Product, tile: Tile, multiprocessors: int) -> float:
     rows, columns, speed = tile
     tiles = work.batch * ceil(work.rows / rows) * ceil(work.columns / columns)

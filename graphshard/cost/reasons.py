@@ -139,15 +139,8 @@ class Reasons:
         """The transfers compute waits for between the compute before `transfer` and its issue."""
         _, gap = self._gap(self.nodes[transfer.span.place])
         places = {self.place[node] for node in gap}
-        return [stall for place in places for stall in self._stalls_at.get(place, ())]
-
-    @cached_property
-    def _stalls_at(self) -> Mapping[int, list[Transfer]]:
-        by_place: dict[int, list[Transfer]] = {}
-        for transfer in self.timeline.transfers:
-            if transfer.exposed:
-                by_place.setdefault(transfer.waited_place, []).append(transfer)
-        return by_place
+        transfers = self.timeline.transfers
+        return [each for each in transfers if each.exposed and each.waited_place in places]
 
     def _behind(self, transfer: Transfer, stalls: list[Transfer], seconds: float) -> Reason:
         """The reason of `seconds` that a transfer waits for earlier ones."""
@@ -174,19 +167,12 @@ class Reasons:
     def _queue(self, last: Span) -> list[Span]:
         """The spans that ran without a pause on the stream of `last`, up to `last`."""
         queue = [last]
-        spans = self._by_stream[last.stream]
+        spans = [span for span in self.timeline.spans if span.stream == last.stream]
         place = spans.index(last)
         while place and spans[place - 1].end >= queue[0].start:
             place -= 1
             queue.insert(0, spans[place])
         return queue
-
-    @cached_property
-    def _by_stream(self) -> Mapping[str, list[Span]]:
-        by_stream: dict[str, list[Span]] = {}
-        for span in self.timeline.spans:
-            by_stream.setdefault(span.stream, []).append(span)
-        return by_stream
 
     # -- obstacles of late gathers and copies -----------------------------------------------------
 
@@ -354,18 +340,10 @@ class Reasons:
 
         Casts of its results, or of the operands of the next collective, do not count.
         """
-        if place > self._last_compute:
-            return None
         for node in self.nodes[place + 1 :]:
             if node.target in ops.REDUCES or (ops.is_compute(node) and self._takes_time(node)):
                 return node
         return None
-
-    @cached_property
-    def _last_compute(self) -> int:
-        """The place of the last compute node that takes time."""
-        places = (self.place[n] for n in self.nodes if ops.is_compute(n) and self._takes_time(n))
-        return max(places, default=0)
 
 
 def _comes_from(value: fx.Node, collective: fx.Node) -> bool:

@@ -113,16 +113,12 @@ class ReservedMemory:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
-        usage = self.usage
+        usage = asdict(self.usage)
         return {
             "reserved_bytes": self.bytes,
             "allocated_bytes": self.allocated,
-            "live_bytes": usage.live,
-            "rounding": usage.rounding,
-            "holes": usage.holes,
-            "unused": usage.unused,
-            "by_stream": dict(usage.by_stream),
-            "largest": [asdict(segment) for segment in usage.largest],
+            "live_bytes": usage.pop("live"),
+            **usage,
             "steps": self.steps,
             "retries": self.retries,
             "failed": self.failed,
