@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -446,18 +446,16 @@ def policy_code(policy: Any, without: Collection[str] = ()) -> str:
     instead.
     """
     arguments = []
-    for index, field in enumerate(_in_call_order(policy)):
+    # In the order of `__init__`: the class's own by position, then the shared ones.
+    ordered = sorted(fields(policy), key=lambda field: field.kw_only is True)
+    for index, field in enumerate(ordered):
         value = getattr(policy, field.name)
         if value == field.default or field.name in without:
             continue
         text = value_code(value, field.name in _NAMED)
-        arguments.append(text if index == 0 else f"{field.name}={text}")
+        by_place = index == 0 and isinstance(policy, Policy)
+        arguments.append(text if by_place else f"{field.name}={text}")
     return f"{_prefix(type(policy))}{type(policy).__name__}({', '.join(arguments)})"
-
-
-def _in_call_order(policy: Any) -> list[Field[Any]]:
-    """The fields in the order of `__init__`: the class's own by position, then the shared ones."""
-    return sorted(fields(policy), key=lambda field: field.kw_only is True)
 
 
 def value_code(value: Any, named: bool = False) -> str:
@@ -472,20 +470,6 @@ def value_code(value: Any, named: bool = False) -> str:
     return repr(value)
 
 
-def _precision_code(value: MixedPrecision) -> str:
-    values = {f.name: getattr(value, f.name) for f in fields(value)}
-    arguments = [
-        f"{f.name}={value_code(values[f.name])}"
-        for f in fields(value)
-        if values[f.name] != f.default
-    ]
-    return f"graphshard.MixedPrecision({', '.join(arguments)})"
-
-
-def _mapping_code(value: Mapping[Any, Any]) -> str:
-    return "{" + ", ".join(f"{value_code(k)}: {value_code(v)}" for k, v in value.items()) + "}"
-
-
 def _hardware_code(value: Hardware) -> str:
     if value.name in preset_names() and Hardware.load(value.name) == value:
         return repr(value.name)
@@ -493,12 +477,11 @@ def _hardware_code(value: Hardware) -> str:
 
 
 _CODES: tuple[tuple[Any, Callable[[Any], str]], ...] = (
-    (Policy, policy_code),
-    (MixedPrecision, _precision_code),
+    ((Policy, MixedPrecision), policy_code),
     (Hardware, _hardware_code),
     (os.PathLike, lambda value: repr(os.fspath(value))),
     (tuple, lambda v: f"({', '.join(map(value_code, v))}{',' if len(v) == 1 else ''})"),
-    (Mapping, _mapping_code),
+    (Mapping, lambda v: f"{{{', '.join(f'{value_code(k)}: {value_code(v[k])}' for k in v)}}}"),
     ((Tensor, nn.Module), lambda value: f"<{type(value).__name__}>"),
     (bool, repr),
     (int, lambda value: f"{value:_}"),

@@ -155,7 +155,8 @@ def _requests(
         for param in unit_params.get(unit, ()):
             if not tree.is_below(param.home, fqn):
                 continue
-            names = _names_within(fqn, param)
+            inside = f"{fqn}." if fqn else ""
+            names = [name.removeprefix(inside) for name in param.names if name.startswith(inside)]
             for pattern, where in by_name.items():
                 if any(fnmatchcase(name, pattern) for name in names):
                     unmatched.pop(pattern, None)
@@ -171,12 +172,6 @@ def _requests(
             f"{', '.join(map(repr, unmatched))}; give names within the module (parameters of units "
             "inside it belong to those units)"
         )
-
-
-def _names_within(fqn: str, param: TreeParam) -> list[str]:
-    """The names of a parameter relative to the module `fqn`."""
-    prefix = f"{fqn}." if fqn else ""
-    return [name[len(prefix) :] for name in param.names if name.startswith(prefix)]
 
 
 def _check_entry(key: Any, entry: Any) -> None:

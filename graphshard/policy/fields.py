@@ -53,8 +53,4 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-FLAG: Check = (_is_flag, "True or False")
+FLAG: Check = (lambda value: isinstance(value, bool), "True or False")

@@ -11,12 +11,10 @@ from torch import nn
 from graphshard.policy.fields import FLAG, Check, check_fields, named_arguments
 from graphshard.torch_private import compat as torch_compat
 
-
-def _is_floating_dtype(value: object) -> bool:
-    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
-
-
-_DTYPE: Check = (_is_floating_dtype, "a floating-point torch.dtype, its name or None")
+_DTYPE: Check = (
+    lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
+    "a floating-point torch.dtype, its name or None",
+)
 
 DTYPES = {
     "bf16": torch.bfloat16,
