@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from graphshard.errors import CheckpointError
 from graphshard.module.sharded_module import ShardedModule
-from graphshard.runtime.lowered import Bindings
 from graphshard.state import load, save
 from graphshard.state.files import open_files
 from graphshard.state.state_tensors import (
@@ -73,11 +72,18 @@ def save_adapters(
     model = _peft_model(sharded)
     bindings = sharded._graphshard.bindings
     group, agreement = bindings.group, bindings.agreement
-    if given is not None:
-        return _save_given(bindings, model, Path(path), given)
+    written: list[Path] = []
+    if given is not None:  # on rank 0 the whole tensors
+        with agreement.part():
+            if group.rank == 0:
+                write = partial(_write, model, Path(path), written, state_dict=dict(given))
+                save.writing(path, write)()
+        return written
     asked: set[str] = set()
     with agreement.part() as told:
-        if group.rank == 0 and not _is_computed(model):
+        # Those of prompts are saved as values that peft computes.
+        computed = any(config.is_prompt_learning for config in model.peft_config.values())
+        if group.rank == 0 and not computed:
             asked = {
                 name for adapter in model.peft_config for name in _names(model, adapter).values()
             }
@@ -95,28 +101,11 @@ def save_adapters(
         if group.rank == 0:
             saved = save.saved_dtype(tensors[name], dtype)
             state[name] = keeper.keep(partial(full.to, "cpu", saved))
-    written: list[Path] = []
     if group.rank == 0:
         write = partial(_write, model, Path(path), written, state_dict=state)
         keeper.keep(save.writing(path, write))
     keeper.end(agreement)
     return written
-
-
-def _save_given(
-    bindings: Bindings, model: Any, path: Path, given: Mapping[str, Tensor]
-) -> list[Path]:
-    """Write the adapters among whole tensors that rank 0 has."""
-    written: list[Path] = []
-    with bindings.agreement.part():
-        if bindings.group.rank == 0:
-            save.writing(path, partial(_write, model, path, written, state_dict=dict(given)))()
-    return written
-
-
-def _is_computed(model: Any) -> bool:
-    """Whether an adapter is saved as values that peft computes, as those of prompts are."""
-    return any(config.is_prompt_learning for config in model.peft_config.values())
 
 
 def _save_computed(sharded: ShardedModule, path: Path, dtype: torch.dtype | None) -> list[Path]:

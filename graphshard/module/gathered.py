@@ -95,7 +95,12 @@ class Gathered:
                         "on the model before compiling it"
                     )
                 self._take_back()
-                self._require_nothing_lost()
+                if self._lost:
+                    raise RuntimeStateError(
+                        f"code on gathered parameters {self._lost[0]}, which would be lost: it "
+                        "works on copies; change parameters inside of sharded.unsharded(), and "
+                        "train by calling the sharded module"
+                    )
 
     # -- parameters -----------------------------------------------------------------------------
 
@@ -125,14 +130,6 @@ class Gathered:
     def _take_back(self) -> None:
         for loans in (*self._units.values(), self._ignored):
             self._lost += [text for loan in loans if (text := loan.take_back())]
-
-    def _require_nothing_lost(self) -> None:
-        if self._lost:
-            raise RuntimeStateError(
-                f"code on gathered parameters {self._lost[0]}, which would be lost: it works on "
-                "copies; change parameters inside of sharded.unsharded(), and train by calling the "
-                "sharded module"
-            )
 
     # -- buffers and flags ----------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,10 @@ def meta_model_of(model: nn.Module, copies: dict[int, Any] | None = None) -> nn.
     """
     twins: dict[int, Any] = dict(copies or {})
     for value in _plain_data(model):
-        twins[id(value)] = value if copies is None else _copy_of(value, copies)
+        twins[id(value)] = value
+        if copies is not None:
+            with contextlib.suppress(Exception):  # of objects that cannot be copied: shared
+                twins[id(value)] = copy.deepcopy(value, copies)
     twins |= {id(tensor): twin for tensor, twin in _on_meta(model)}
     try:
         meta_model = copy.deepcopy(model, dict(twins))
@@ -93,13 +97,6 @@ def _twin_cell(cell: Any, twins: Mapping[nn.Module, nn.Module]) -> Any:
         return cell
     twin = twins.get(value) if isinstance(value, nn.Module) else None
     return cell if twin is None else types.CellType(twin)
-
-
-def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # of objects that cannot be copied, which are shared
-        return value
 
 
 def _on_meta(model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
@@ -167,10 +164,9 @@ def _copied_by_attribute(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     memo.update((id(module), twin) for module, twin in twins.items())
     for module, twin in twins.items():
         for name, value in vars(module).items():
-            try:
+            vars(twin)[name] = value
+            with contextlib.suppress(Exception):  # shared, then
                 vars(twin)[name] = copy.deepcopy(value, memo)
-            except Exception:  # shared, then
-                vars(twin)[name] = value
     return twins[model]
 
 
@@ -276,13 +272,9 @@ def _initializers(modules: Modules) -> dict[nn.Module, list[Initializer]]:
             calls.append(for_all)
         from_above[fqn] = for_all if count == 1 else from_above[_module_of(fqn)]
         if from_above[fqn] is not None:
-            calls.append(_applied(from_above[fqn], module))
+            calls.append(partial(from_above[fqn], module))
         by_module.setdefault(module, calls)
     return by_module
-
-
-def _applied(function: Callable[[nn.Module], Any], module: nn.Module) -> Initializer:
-    return lambda: function(module)
 
 
 def _arguments(function: Callable[..., Any]) -> int:

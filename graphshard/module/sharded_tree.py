@@ -347,17 +347,13 @@ def _attribute(twin: nn.Module, part: TreeModule, name: str, missing: Any) -> An
         return getattr(type(twin), name)
     if isinstance(value, types.FunctionType):
         if name in _ABOUT_INPUTS and value.__module__.partition(".")[0] == "transformers":
-            return _do_nothing
+            return lambda *_, **__: None  # a sharded module does not need it
         changes = part._graphshard_changes
         if changes.acting:
             return part._as_model(value)
         if not name.startswith("_"):
             return _method(changes, _path(part, name), value)
     return missing if hasattr(type(value), "__get__") else value
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for methods that a sharded module does not need."""
 
 
 def _form(value: Any) -> tuple[int, str] | None:
