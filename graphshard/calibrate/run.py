@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,31 +54,13 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-@dataclass(frozen=True)
-class Links:
-    """The network of the machines to predict, where these ranks cannot measure it.
-
-    Bandwidths are bytes per second in one direction and per device, as in a datasheet, of which the
-    preset's efficiency counts; latencies are seconds per hop of a collective. None: the preset's.
-    """
-
-    gpus_per_node: int | None = None
-    intra_bandwidth: float | None = None
-    intra_latency: float | None = None
-    inter_bandwidth: float | None = None
-    inter_latency: float | None = None
-
-    def given(self) -> dict[str, float]:
-        """The figures that are not None, by the name of their field in `Hardware`."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-    def require_unmeasured(self, measured: Collection[str]) -> None:
-        """Raise CostError if one of the `measured` figures is given."""
-        for name in self.given():
-            if name in measured:
-                raise CostError(
-                    f"{name} is measured by these ranks; leave it out, or calibrate on fewer ranks"
-                )
+def require_unmeasured(links: Iterable[str], measured: Collection[str]) -> None:
+    """Raise CostError if one of the `measured` figures is among `links`, which are given."""
+    for name in links:
+        if name in measured:
+            raise CostError(
+                f"{name} is measured by these ranks; leave it out, or calibrate on fewer ranks"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,20 +101,20 @@ def calibrate(
     share: float = 1.0,
     progress: Progress | None = None,
     bench: HostBench | None = None,
-    links: Links | None = None,
+    links: Mapping[str, float] | None = None,
 ) -> Calibration:
     """Measure this rank's device and the network between the ranks of `group`, all ranks at once.
 
     Every rank must call this at the same point, and gets the same calibration. What cannot be
     measured here (other `dtypes` than float32 and the given ones, the network on a single rank) is
-    that of the preset `like`, by default the one most like the device, or of `links`. A `share`
-    below 1 takes that fraction of each operator's sizes.
+    that of the preset `like`, by default the one most like the device, or of `links`: figures by
+    the name of their field in `Hardware`. A `share` below 1 takes that fraction of each operator's
+    sizes.
     """
     effort, progress = effort or Effort(), progress or Progress(visible=False)
-    links = links or Links()
-    base = Hardware.load(like or nearest(group.device)).with_(**links.given())
+    base = Hardware.load(like or nearest(group.device)).with_(**(links or {}))
     hosts = host_groups(group, hosts_by_rank(group))
-    links.require_unmeasured(_measured_links(group, hosts))
+    require_unmeasured(links or (), _measured_links(group, hosts))
     bench = bench or bench_for(group.device)
 
     def timed(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphshard.calibrate.run import Calibration, Links, Row, calibrate
+from graphshard.calibrate.run import Calibration, Row, calibrate, require_unmeasured
 from graphshard.calibrate.steps import joined
 from graphshard.errors import CostError
 from graphshard.hardware.hardware import Hardware
@@ -100,12 +100,13 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
     if options.out is not None:
         _require_writable(options.out)
     links = _links(options)
-    Hardware.load(options.like or "cpu-gloo").with_(**links.given())
+    Hardware.load(options.like or "cpu-gloo").with_(**links)
     if options.ranks is not None:
         return _with_ranks(options)
     device = _device(options.device)
     if device.type == "cpu":
-        torch.set_num_threads(_threads(options.threads, _local_ranks()))
+        ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1")
+        torch.set_num_threads(_threads(options.threads, int(ranks)))
     with joined(device) as group:
         calibration = calibrate(
             group,
@@ -125,8 +126,9 @@ def run_calibrate(options: argparse.Namespace, progress: Progress) -> str:
     return f"{report(calibration)}\n{options.out}"
 
 
-def _links(options: argparse.Namespace) -> Links:
-    return Links(**{name: getattr(options, name) for name in _LINKS})
+def _links(options: argparse.Namespace) -> dict[str, float]:
+    given = {name: getattr(options, name) for name in _LINKS}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -151,10 +153,6 @@ def _threads(requested: int | None, ranks: int) -> int:
     return requested or max(1, (os.cpu_count() or 1) // ranks)
 
 
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE", "1"))
-
-
 def _require_writable(path: Path) -> None:
     """Raise before measuring if `path` cannot be written; an existing file is not changed."""
     existed = path.exists()
@@ -171,7 +169,7 @@ def _with_ranks(options: argparse.Namespace) -> str:
     if "RANK" in os.environ:
         raise CostError("--ranks starts ranks, and this is one; leave it out under torchrun")
     if options.ranks > 1:
-        _links(options).require_unmeasured({"intra_bandwidth", "intra_latency"})
+        require_unmeasured(_links(options), {"intra_bandwidth", "intra_latency"})
     device = _device(options.device)
     if device.type == "cuda" and options.ranks > torch.cuda.device_count():
         raise CostError(
