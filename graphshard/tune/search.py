@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -99,7 +98,7 @@ class Search:
     simulator: Simulator
     budget: int
     limit: TimeLimit = field(default_factory=TimeLimit)
-    progress: Stages | None = None
+    progress: Stages = field(default_factory=lambda: Progress(visible=False))
     faster_than: float | None = None
     results: dict[Candidate, CandidateResult] = field(default_factory=dict)
     bounds: dict[CandidateGroup, Bound] = field(default_factory=dict)
@@ -124,7 +123,7 @@ class Search:
         quick = [task for task in tasks if task.schedule == PLAIN]
         slow = [task for task in tasks if task.schedule != PLAIN]
         self._try_likely(quick or slow)
-        with self.stage("simulate candidates", len(tasks)):
+        with self.progress.stage("simulate candidates", len(tasks)):
             self._try_all(quick)
             self._try_all(sorted(slow, key=self._expected))
         self._try_close_issues()
@@ -192,13 +191,13 @@ class Search:
     def find_bounds(self) -> None:
         """Fill `bounds`, for as many groups as there is time for."""
         bounds, groups = Bounds(self.simulator), self.space.groups()
-        with self.stage("bounds", len(groups)):
+        with self.progress.stage("bounds", len(groups)):
             for group in groups:
                 if self.bounds and self.over():
                     self.untried.append(self.space.likeliest(group))
                 else:
                     self.bounds[group] = bounds.of(group)
-                self.advance()
+                self.progress.advance()
 
     def _tasks(self) -> Iterator[_Task]:
         slow = self.space.schedules[-1]
@@ -262,13 +261,13 @@ class Search:
     def _try_likely(self, tasks: list[_Task]) -> None:
         """Try the likeliest candidate of most groups, before time is spent on all of a few."""
         likely = [task for task in tasks if not task.room and self.space.is_default(task.group)]
-        with self.stage("simulate likely candidates", len(likely)):
+        with self.progress.stage("simulate likely candidates", len(likely)):
             for task in likely:
                 if self.results and self.over():
                     return
                 if self._is_promising(task):
                     self.result(self.space.fastest(task.group))
-                self.advance()
+                self.progress.advance()
 
     def _try_all(self, tasks: list[_Task]) -> None:
         for task in tasks:
@@ -279,7 +278,7 @@ class Search:
                 self.untried.append(self._untried(task))
             else:
                 self._try(task)
-            self.advance()
+            self.progress.advance()
 
     def _try(self, task: _Task) -> None:
         if task.schedule != PLAIN and task.room:
@@ -393,17 +392,6 @@ class Search:
         if self.space.tries_budgets:
             group = replace(group, recompute=None)
         self._while_there_is_time([replace(best.candidate, group=group)])
-
-    # -- progress ---------------------------------------------------------------------------------
-
-    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[None]:
-        """Show a stage of the search with `total` steps; see `Progress.stage`."""
-        return nullcontext() if self.progress is None else self.progress.stage(name, total)
-
-    def advance(self) -> None:
-        """Count one step of the stage as done."""
-        if self.progress is not None:
-            self.progress.advance()
 
 
 def largest_room(
