@@ -300,17 +300,14 @@ def _receive_from_first(
     source: TensorSource | None,
     bindings: Bindings,
 ) -> None:
-    group = bindings.group
-    full_region = tuple(slice(0, size) for size in state_tensor.shape)
-    for piece in split_region(full_region, state_tensor.dtype.itemsize):
-        value = None
+    def read(piece: Region) -> Tensor | None:
         with bindings.agreement.part():
-            if group.rank == 0:
+            if bindings.group.rank == 0:
                 assert source is not None
-                value = _read(source, key, piece, state_tensor).to(state_tensor.dtype)
-        sizes = [rows.stop - rows.start for rows in piece]
-        values = group.broadcast(value, sizes, state_tensor.dtype)
-        copy_overlap(place, state_tensor.region, values, piece)
+                return _read(source, key, piece, state_tensor)
+        return None
+
+    state_tensor.receive(place, bindings.group, state_tensor.dtype, read)
 
 
 def load_state_dict(
@@ -387,8 +384,7 @@ def take_model_values(
     else:
         for state_tensor in state_tensors:  # no rank waits for another
             if state_tensor.name in keys:
-                full_region = tuple(slice(0, size) for size in state_tensor.shape)
-                state_tensor.write(tensors[state_tensor.name].detach(), full_region)
+                state_tensor.write(tensors[state_tensor.name].detach(), state_tensor.whole)
                 state_tensor.mark_filled()
     return frozenset(tensors) - real
 

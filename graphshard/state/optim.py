@@ -27,13 +27,11 @@ from graphshard.state.replicas import checksum
 from graphshard.state.state_tensors import (
     Keeper,
     StateTensor,
-    copy_overlap,
     dtype_kind,
     gather_full,
     gathered_line,
     local_of,
     only_rank_zero,
-    split_region,
     state_tensors_of,
 )
 from graphshard.torch_private import compat as torch_compat
@@ -492,12 +490,7 @@ class _StateBuilder:
             values = value.detach()[state_tensor.region]
             return values.to(state_tensor.local.device, dtype, copy=True).contiguous()
         local = torch.empty_like(state_tensor.local, dtype=dtype)
-        for piece in split_region(
-            tuple(slice(0, size) for size in state_tensor.shape), dtype.itemsize
-        ):
-            sizes = [rows.stop - rows.start for rows in piece]
-            piece_values = value[piece] if value is not None else None
-            copy_overlap(
-                local, state_tensor.region, self.group.broadcast(piece_values, sizes, dtype), piece
-            )
+        state_tensor.receive(
+            local, self.group, dtype, lambda piece: None if value is None else value[piece]
+        )
         return local

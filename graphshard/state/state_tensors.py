@@ -67,6 +67,11 @@ class StateTensor:
         """The region of the full tensor that this rank stores."""
         return region_of(self.tensor)
 
+    @property
+    def whole(self) -> Region:
+        """The region of all of it."""
+        return tuple(slice(0, size) for size in self.shape)
+
     def write(self, values: Tensor, region: Region) -> None:
         """Write this rank's part of `values`, which fill `region` of the full tensor."""
         copy_overlap(self.local, self.region, values, region)
@@ -89,6 +94,18 @@ class StateTensor:
         if values.data_ptr() == self.local.data_ptr():
             with torch.no_grad():
                 self.local.fill_(float("nan"))  # see `Shard.has_values`
+
+    def receive(
+        self, into: Tensor, group: Group, dtype: torch.dtype, read: Callable[[Region], Any]
+    ) -> None:
+        """Put this rank's part of what rank 0 sends in pieces `into` memory; all ranks call this.
+
+        `read` gives each piece on rank 0; what it gives elsewhere is ignored.
+        """
+        for piece in split_region(self.whole, dtype.itemsize):
+            value = read(piece)
+            sizes = [rows.stop - rows.start for rows in piece]
+            copy_overlap(into, self.region, group.broadcast(value, sizes, dtype), piece)
 
     def mark_filled(self) -> None:
         """Record that it has values."""
