@@ -476,7 +476,7 @@ class Programs:
             self.plan = replace(plan, program=captured.program)
         passes = passes_for(self._every_pass, key.mode)
         run_passes(captured.program, bindings.plan, passes, progress=progress)
-        step = Step(captured, captured.program, bindings)
+        step = Step(captured, bindings)
         step.compile(progress)
         self.steps[key, index] = step
         return step

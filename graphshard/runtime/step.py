@@ -54,12 +54,12 @@ class Step:
     on_non_finite: the policy's `check_finite`.
     draws, overwrites: whether it draws random numbers, and which arguments of forward it changes.
     replays: the types of the devices whose generators backward sets, to draw again.
-    program: that of `capture`, which takes calls apart, after all passes.
+    capture, program: what takes calls apart, and its program after all passes.
     """
 
-    def __init__(self, capture: Capture, program: Program, bindings: Bindings) -> None:
+    def __init__(self, capture: Capture, bindings: Bindings) -> None:
         self.capture = capture
-        self.program = program
+        self.program = program = capture.program
         self.bindings = bindings
         graphs = cut(program)
         self.saved = graphs.crossings
