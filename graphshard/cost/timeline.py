@@ -15,9 +15,8 @@ from typing import Any
 from torch import fx
 
 from graphshard.cost.collective_cost import ranks_of
-from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
-from graphshard.cost.runner import OWN, Runner
+from graphshard.cost.runner import OWN, Runner, fused_costs
 from graphshard.cost.streams import (
     COMPUTE,
     MEMORY_BOUND,

@@ -13,8 +13,8 @@ from toy_programs import named
 
 import graphshard
 from graphshard.cli.main import main
-from graphshard.cost.fused import fused_costs
 from graphshard.cost.op_cost import op_cost
+from graphshard.cost.runner import fused_costs
 from graphshard.errors import PolicyError, VerifyError
 from graphshard.passes.form_regions import FormRegions
 from graphshard.passes.release_early import ReleaseEarly
