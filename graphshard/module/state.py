@@ -8,19 +8,17 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import graphshard.state as states
 from graphshard.errors import CheckpointError, ReplicaWarning, RuntimeStateError
+from graphshard.module.internals import _State
 from graphshard.module.meta_model import initialize
 from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.runtime.calls import listed
-
-if TYPE_CHECKING:
-    from graphshard.module.internals import _State
 
 
 class StateMethods(nn.Module):

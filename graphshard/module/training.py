@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import PolicyError, RuntimeStateError
+from graphshard.module.internals import _State
 from graphshard.module.on_all_ranks import on_all_ranks
 from graphshard.module.optimizers import declare_elementwise, require_elementwise
 from graphshard.module.sharded_tree import TreeModule
@@ -25,9 +26,6 @@ from graphshard.runtime.calls import listed
 from graphshard.runtime.group import Group, groups_like, meeting_group, number_of_hosts
 from graphshard.runtime.lowered import Bindings
 from graphshard.torch_private import compat as torch_compat
-
-if TYPE_CHECKING:
-    from graphshard.module.internals import _State
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
