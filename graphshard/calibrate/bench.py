@@ -1,10 +1,4 @@
-"""What a calibration does in one way on the host and in another on a CUDA device.
-
-Time on a CUDA device is that between its own events, at the clocks that it sustains. Products of
-large random matrices are queued before whatever is timed. They keep the device at the power, and so
-at the clocks, of a training step; they evict what was cached; and while they run the host queues
-the work to time, so that the device never waits for the host inside of it.
-"""
+"""What a calibration does in one way on the host and in another on a CUDA device; see README.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The ranks of a calibration, and what they time besides operators and collectives.
-
-A step of next to no compute shows the overhead besides operators: Python, autograd, checks between
-ranks. That of a small transformer shows how much longer operators take within a step than one by
-one.
-"""
+"""The ranks of a calibration, and what they time besides operators and collectives."""
 
 from __future__ import annotations
 

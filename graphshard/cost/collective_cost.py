@@ -1,8 +1,7 @@
 """Seconds of a collective: latency per hop, and bytes over the slowest link (α-β).
 
-All collectives are modelled as rings; an all_reduce takes the faster of a ring and a double binary
-tree. Calibrated hardware replaces the model by a measured line for each collective: seconds per
-hop, per tensor, and per byte that passes a rank. See README.md for the model and its sources.
+See README.md for the model and its sources. Calibrated hardware replaces it by a measured line for
+each collective: seconds per hop, per tensor, and per byte that passes a rank.
 """
 
 from __future__ import annotations

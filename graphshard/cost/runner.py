@@ -1,11 +1,7 @@
 """What runs a plan: the kernels that compute is fused into, and the storages that a program has.
 
-In compiled regions matrix products, convolutions, attention and random draws stay separate kernels.
-All other operators of a region that have the same number of separate kernels before them form one
-fused kernel. Its cost is the bytes it reads from outside and the bytes that are read outside of it:
-what it computes and only itself reads is never in memory. Inductor decides that; see README.md for
-the limits of this model. Not modelled are buffers that a kernel writes over its own operands, and
-the room that a template of a matrix product takes.
+README.md has the model of fused kernels, and its limits. Not modelled are buffers that a kernel
+writes over its own operands, and the room that a template of a matrix product takes.
 
 Of torch.compile (`Runner.runtime` "fsdp2"), forward and backward are compiled together, and a
 partitioner chooses what is saved. It computes again in backward what fused kernels read there, if
@@ -273,11 +269,7 @@ def _operands(value: fx.Node, inside: set[fx.Node]) -> set[fx.Node]:
 
 
 def _hold_outputs(program: Program, storages: Storages) -> list[Storage]:
-    """Let outputs outlive their step, and return those of the step before.
-
-    The variable of `outputs = model(**batch)` holds what a call returned until the next call
-    returns. So in forward the outputs of two calls are alive.
-    """
+    """Let outputs outlive their step, and return those of the step before; see README.md."""
     backward = program.first_backward()
     outputs = [node for node in program.results().outputs if isinstance(node, fx.Node)]
     held = {id(s): s for node in outputs for s in storages.of_node.get(node, ())}

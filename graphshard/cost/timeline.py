@@ -1,10 +1,4 @@
-"""The timeline of a finished program, from one walk with a clock for each stream.
-
-Compute nodes run one after the other. A collective starts once its communicator is free and compute
-has reached the place that issues it. Its `wait` stops compute until it ends; that time is exposed
-communication. Copies between device and host do the same, with `arrive` and one stream for each
-direction. The runtime issues them in the same way. See README.md for contention.
-"""
+"""The timeline of a finished program, from one walk with a clock for each stream; see README.md."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The methods of a sharded module that run the model's code: as programs, or as it is.
-
-For calls that are no graph, the copy of the model that captures trace is lent whole parameters, and
-the buffers of the sharded module. So it runs as the plain model would, operator by operator, with
-every attribute as the sharded module has it.
-"""
+"""The methods of a sharded module that run the model's code: as programs, or as it is."""
 
 from __future__ import annotations
 

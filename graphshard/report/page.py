@@ -1,8 +1,7 @@
 """The page: one HTML file with its data, its figures and the library that draws them.
 
 The data is `Estimate.to_dict(details=True)`; whatever the page shows is derived from it, by
-`verdict`, by the layout of the treemap, and by page.js. Data and library are compressed, and the
-page unpacks them.
+`verdict`, by the layout of the treemap, and by page.js.
 """
 
 from __future__ import annotations

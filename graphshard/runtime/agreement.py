@@ -1,10 +1,4 @@
-"""Ranks tell each other what they are about to do, and whether it failed, before they go on.
-
-Every call that moves data between ranks consists of parts that run on each rank by itself, and of
-collectives between them. At the end of a part all ranks meet in one exchange that is the same for
-all calls: if they make different calls, or a part failed on one of them, each rank raises the same
-error. See README.md.
-"""
+"""Ranks tell each other what they are about to do, and whether it failed; see README.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A step as two CUDA graphs: one for the kernels of its forward, one for those of its backward.
-
-The first two calls run without graphs, the third is captured, and later ones replay it. Inputs are
-copied to fixed addresses, and results are cloned out of the graphs' memory pool. See README.md.
+"""A step as two CUDA graphs: for the kernels of its forward, and of its backward; see README.md.
 
 Graphs are released before a communicator of theirs ends, which NCCL else waits for without a limit.
 """
@@ -98,11 +95,7 @@ class Recorder:
             )
 
     def _restore(self, before: Any) -> None:
-        """Restore torch's state after CUDA gave up a capture.
-
-        torch leaves the capture's stream current and the allocator in capture mode, and its
-        generator of random numbers refuses to draw until another capture has ended.
-        """
+        """Restore torch's state after CUDA gave up a capture; see README.md."""
         if torch.cuda.current_stream() == before:
             return
         torch.cuda.set_stream(before)
@@ -190,10 +183,7 @@ class _CapturedGraph:
 
 
 class Graphs:
-    """The two graphs of one step; decides which calls replay them.
-
-    Before a call that is no replay, and after a capture, the ranks meet: they capture the same step
-    at the same call, or none does.
+    """The two graphs of one step; decides which calls replay them, on all ranks alike.
 
     program: the step's, which notes why its capture failed.
     failed: a capture failed on some rank, and no later call is replayed.

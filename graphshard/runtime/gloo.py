@@ -1,8 +1,6 @@
-"""Moving tensors between the ranks of a Gloo group, which keeps them in the host's memory.
+"""Moving tensors between the ranks of a Gloo group by sends and receives; see README.md.
 
-A send reads a tensor where it lies and a receive writes it where it belongs, without the copies of
-Gloo's collectives. All ranks must call `exchange` in the same order. `reduce.py` averages
-gradients by such exchanges. See README.md.
+All ranks must call `exchange` in the same order. `reduce.py` averages gradients by such exchanges.
 """
 
 from __future__ import annotations
@@ -84,9 +82,8 @@ class PairwiseExchange:
 def alias_tensors(value: Any, aliases: list[Tensor]) -> Any:
     """`value` with an alias in place of each tensor in it; the aliases are added to `aliases`.
 
-    Gloo's threads refer to the tensors of a work until some time after its `wait` returned. So Gloo
-    is given aliases, which `empty_aliases` empties: memory is given back where the program says.
-    `value` is an argument of a collective: tensors in lists of lists, or anything else.
+    Gloo's threads are given these, which `empty_aliases` empties; see README.md. `value` is an
+    argument of a collective: tensors in lists of lists, or anything else.
     """
     if isinstance(value, Tensor):
         aliases.append(value.detach())
@@ -120,11 +117,9 @@ _kept: deque[Any] = deque(maxlen=256)
 def keep(work: Any) -> None:
     """Keep the work of a collective of Gloo's until it is done and another one is kept.
 
-    A thread of Gloo's lets go of the work some time after it is done. Where that is the last
-    reference to a tensor that Python has seen, the thread asks for Python's lock, and the end of
-    Python aborts the process meanwhile. See README.md. Works that cannot tell whether they are done
-    (of reduce_scatter, which Gloo makes of others) are kept until many have followed. What is no
-    work of torch's, such as what a caller's own function returned, has no such threads.
+    See README.md. Works that cannot tell whether they are done (of reduce_scatter, which Gloo makes
+    of others) are kept until many have followed. What is no work of torch's, such as what a
+    caller's own function returned, has no threads of Gloo's.
     """
     if not isinstance(work, Work | Works):
         return

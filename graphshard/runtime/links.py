@@ -2,10 +2,6 @@
 
 The collectives are those of a lowered program (see `lower.kind_of`), so copies, packing and
 averaging are measured too. Both `compile` and a calibration measure with them.
-
-Every benchmark is timed once per round, so that a drift of the machine affects all alike, and the
-median over rounds counts, so that a disturbed round has no effect. Benchmarks whose times vary get
-more rounds, up to a cap.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Where NaN or infinity began: a step run again, operator by operator, with a look at each value.
 
-Only a step whose report found something is run again, by all ranks alike. From the check that was
-not finite a search follows wrong operands upwards, to the first operator that made one from finite
-operands. The rank whose shard of a reduced gradient is wrong need not be the rank that computed a
-wrong one, so each searches from the gradients that it gave to the reduce.
+All ranks run it again alike; see README.md of passes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""SHARD_OPTIMIZER: every rank keeps all rows of a parameter and updates its own rows.
+"""SHARD_OPTIMIZER: every rank keeps all rows of a parameter and updates its own; see README.md.
 
-The DTensor that the optimizer sees is a view of this rank's rows in a buffer of `W * ceil(d0/W)`
-rows; of a parameter that is not split along dim 0, the rank's part lies behind the whole. After an
-update the next program gathers the other rows. See README.md.
+Of a parameter that is not split along dim 0, the rank's part lies behind the whole.
 """
 
 from __future__ import annotations

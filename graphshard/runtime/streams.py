@@ -1,9 +1,6 @@
 """CUDA streams beside the compute stream, and when the memory that they use may be given back.
 
-At a launch a side stream waits for all work queued on the compute stream so far; at a wait the
-compute stream waits for the event recorded behind the launched work. Tensors are allocated and
-given back on the compute stream only, after it has waited for every use on a side stream. See
-README.md for why that is safe.
+See README.md for why that is safe.
 """
 
 from __future__ import annotations

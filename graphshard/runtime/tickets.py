@@ -1,9 +1,6 @@
-"""Tickets: what ranks begin, compared on the device, where the host must not wait for other ranks.
+"""What ranks begin, compared on the device, where the host must not wait for other ranks.
 
-With each forward or backward that all ranks know, a rank sends a number for it and minus that
-number to one all_reduce that keeps the larger: 16 bytes. The two maxima are each other's negative
-if and only if all numbers were equal. The result is copied to the host and looked at when the next
-forward or backward begins, if it is there by then. See README.md.
+See README.md.
 """
 
 from __future__ import annotations

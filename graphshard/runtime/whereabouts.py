@@ -1,9 +1,4 @@
-"""Where each rank is, for the ranks that wait for it in vain.
-
-The hot path stores one reference at each begin and end of a wait. A thread looks at it a few times
-in `patience` seconds; of a rank that did not move on for so long it puts a line into the Store,
-which errors of other ranks show. See README.md.
-"""
+"""Where each rank is, for the ranks that wait for it in vain; see README.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Save and load training states as torch.distributed.checkpoint (DCP) directories.
+"""Save and load training states as torch.distributed.checkpoint (DCP) directories; see README.md.
 
-Loading checks everything before it changes anything. Any torch program can read the directory:
-{"model": state dict, "optim": optimizer state by names, "scheduler": state, "scaler": state,
-"extra": {name: value}, "rng": {rank: random states}}.
+Loading checks everything before it changes anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Read directories of torch.distributed.checkpoint (DCP).
-
-Such a directory holds a `.distcp` file per rank that wrote it, and `.metadata`, a pickle with the
-tensors and the file and byte range of each of their chunks.
-"""
+"""Read directories of torch.distributed.checkpoint (DCP); see README.md."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Write directories of torch.distributed.checkpoint (DCP) so that a save commits or never was.
-
-Every rank writes files whose names carry the id of the save, with their CRC-32 taken on the way to
-the disk. The coordinator learns of them all, then commits; see `graphshard.state.manifest`.
-"""
+"""Write directories of torch.distributed.checkpoint (DCP): a save commits or never was."""
 
 from __future__ import annotations
 

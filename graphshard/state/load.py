@@ -1,8 +1,4 @@
-"""Load full tensors into shards: check on all ranks first, then write piece by piece.
-
-Each rank reads its own regions from a source; or only rank 0 has a source and sends it in pieces,
-so that no rank needs memory for more than its shards and one piece.
-"""
+"""Load full tensors into shards: check on all ranks first, then write piece by piece."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The manifest of a checkpoint: its id, and the size and CRC-32 of every file of it.
-
-`save_checkpoint` writes data files whose names carry the id of the save, then the manifest, and
-renames `.metadata` into place last. That rename commits: before it a reader finds the files of the
-last checkpoint, after it those of the new one.
-"""
+"""The manifest of a checkpoint: its id, and the size and CRC-32 of every file; see README.md."""
 
 from __future__ import annotations
 

@@ -1,11 +1,6 @@
 """Lower bounds of the time and memory of a group of candidates, without rewriting a program.
 
-A step takes at least the time of its compute, and at least that of moving its parameters and
-gradients over the network, which slows compute down by the hardware's `contention` meanwhile.
-Compute cannot begin before the parameters it reads are there, and the last gradients are reduced
-after it. A step holds at least the rank's state between steps, and at
-each node the activations and the parameters that the node reads. All of it is read off the captured
-program after the group's recomputation.
+All of it is read off the captured program after the group's recomputation; see README.md.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """The search: best first, by lower bounds, with every policy simulated as `simulate` does.
 
-Candidates are tried in the order of the least time that they may take, and left out where that is
-not below the best time found. Of the candidates of a group, those that differ in where gathers are
-issued, the one with the most prefetching is tried first: where it is too slow, or fits, the others
-are left out, unless it is nearly the best.
-
-FSDP's order goes first, since `schedule="overlap"` takes ten times as long to simulate: that is
-tried where it may win by `_GAIN`. FSDP's order also finds the budget for recomputation within which
-a step just fits, and "overlap" starts from there.
+README.md says what is tried, and in which order. FSDP's order goes first, since
+`schedule="overlap"` takes ten times as long to simulate.
 """
 
 from __future__ import annotations

@@ -30,12 +30,9 @@ from graphshard.tune.tuning import CandidateResult
 
 
 class Captures:
-    """Captured programs of one call of `model`, shared between plans where possible.
+    """Captured programs of one call of `model`, shared between plans where possible; see README.md.
 
-    Units change a captured program only through the casts of mixed precision. The step is first
-    captured with casts at the root alone, noting the modules whose inputs a unit would cast. Plans
-    with the same units among those modules share a program. A precision that casts outputs, or
-    differs between units, gets a program per plan. See README.md.
+    A precision that casts outputs, or differs between units, gets a program per plan.
 
     Args:
         model: on any device.
