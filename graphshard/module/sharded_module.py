@@ -289,10 +289,8 @@ def take_over(twin: ShardedModule, sharded: ShardedModule) -> None:
     mine, theirs = twin._graphshard, sharded._graphshard
     tensors_of = states.state_tensors.state_tensors_of
     to, of = tensors_of(twin, mine.bindings), tensors_of(sharded, theirs.bindings)
-    with torch.no_grad():
-        for tensor, original in zip(to, of, strict=True):
-            tensor.local.copy_(original.local)
-            tensor.mark_filled()
+    for tensor, original in zip(to, of, strict=True):
+        tensor.take(original.local)
     mine.on_meta = theirs.on_meta
     for param, other in zip(twin.parameters(), sharded.parameters(), strict=True):
         param.requires_grad_(other.requires_grad)

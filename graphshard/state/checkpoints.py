@@ -11,15 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError
@@ -29,19 +26,18 @@ from graphshard.runtime.group import Group
 from graphshard.runtime.lowered import Bindings
 from graphshard.state.dcp import (
     StoredCheckpoint,
-    cause_of,
+    coordinating,
     empty_like,
-    forget_frames,
     nested,
     open_checkpoint,
-    quiet,
     read_entries,
 )
-from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
+from graphshard.state.dcp_write import CommittingWriter
 from graphshard.state.load import Match, match
-from graphshard.state.manifest import remove_earlier, series_of
+from graphshard.state.manifest import series_of
 from graphshard.state.optim import STEP, prepare_load, require_same_copies, sharded_state_dict
 from graphshard.state.state_tensors import (
+    Keeper,
     StateTensor,
     by_name,
     local_of,
@@ -99,24 +95,24 @@ def save_checkpoint(
             state["optim"], part.same[:], copies = sharded_state_dict(module, bindings, optim)
         state |= parts_to_save(scheduler, scaler, extra)
         random = {str(group.rank): random_states(group)}
-        writer = CommittingWriter(path, group.size)
-        write = _Write(Path(path), writer, keep if group.rank == 0 else None)
+        writer = CommittingWriter(path, group.size, keep if group.rank == 0 else None)
         if background is not None:
             state = staged(state)
         state[RNG] = random  # copies already
     if optim is not None:
         require_same_copies(group, agreement, copies)
     if background is None:
-        write.run(state, _world(group), alone=group.process_group is None)
+        alone = group.process_group is None
+        writer.save(state, coordinating(group.process_group), alone=alone)
         with agreement.part():
-            write.end()
+            writer.end()
         return None
     process_group = background()
     executor = ThreadPoolExecutor(1, thread_name_prefix="graphshard-save")
 
     def run() -> None:
-        write.run(state, process_group)
-        write.end()
+        writer.save(state, process_group)
+        writer.end()
 
     saving = Saving()
     saving.set_running_or_notify_cancel()  # so that nobody cancels it on one rank alone
@@ -162,40 +158,6 @@ class Saving(Future[None]):
             del self, write  # the error would refer to itself by this function, and keep the copies
 
 
-@dataclass(frozen=True)
-class _Write:
-    """One save: its directory, its writer, and the checkpoints that this rank is to keep."""
-
-    path: Path
-    writer: CommittingWriter
-    keep: int | None
-
-    def run(self, state: dict[str, Any], process_group: Any, *, alone: bool = False) -> None:
-        """Write `state` with all ranks of `process_group` (None: of the default one)."""
-        try:
-            with quiet():
-                save(
-                    state,
-                    storage_writer=self.writer,
-                    process_group=process_group,
-                    no_dist=alone,
-                    planner=RankZeroFirst(),
-                )
-        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
-            self.writer.discard()
-            forget_frames(error)
-            raise CheckpointError(
-                f"writing {self.path} failed: {cause_of(error)}; the checkpoint there, if there "
-                "was one, is as before"
-            ) from error
-
-    def end(self) -> None:
-        """Remove what need not be kept after a save that committed; called on every rank."""
-        self.writer.remove_replaced()
-        if self.keep is not None:
-            remove_earlier(self.path, self.keep)
-
-
 def load_checkpoint(
     module: nn.Module,
     bindings: Bindings,
@@ -231,19 +193,15 @@ def load_checkpoint(
         part.same.append(f"save {stored.save_id} in {path}")
     if strict:
         _require_asked(parts, path, group, agreement)
-    optim_state: dict[str, Any] = {}
-    own_states: dict[str, Any] = {}
-    failures: list[CheckpointError] = []
-    try:
+    keeper = Keeper()
+
+    def read() -> tuple[dict[str, Any], dict[str, Any]]:
         read_entries(stored, entries, group.process_group)
-        if optim is not None:
-            optim_state = _optimizer_dict(stored, entries, optim_values)
-        own_states = checked_states(stored, entries, group)
-    except CheckpointError as error:
-        failures.append(error)
-    with agreement.part():
-        if failures:
-            raise failures.pop()  # an error that this function holds would keep the module alive
+        optim_state = {} if optim is None else _optimizer_dict(stored, entries, optim_values)
+        return optim_state, checked_states(stored, entries, group)
+
+    optim_state, own_states = keeper.keep(read) or ({}, {})
+    keeper.end(agreement)
     with _all_or_nothing(bindings, parts, entries):
         with agreement.part():
             load_states(own_states, stored, group)
@@ -253,7 +211,6 @@ def load_checkpoint(
         if state_tensor.name in keys:
             value = entries[keys[state_tensor.name]]
             state_tensor.write(local_of(value), region_of(value))
-            state_tensor.mark_filled()
     parts.fill_extra(entries)
     return matched
 
@@ -346,14 +303,6 @@ def _optimizer_dict(
             )
         groups = [groups[str(number)] for number in range(len(groups))]
     return {"state": tree.get("state", {}), "param_groups": groups}
-
-
-def _world(group: Group) -> Any:
-    """Return the process group that coordinates a save; None for the default group."""
-    process_group = group.process_group
-    if process_group is None or group.size == dist.get_world_size():
-        return None
-    return process_group
 
 
 def background_group(group: Group) -> Any:

@@ -157,15 +157,21 @@ def read_entries(stored: StoredCheckpoint, into: dict[str, Any], group: Any = No
     """
     try:
         with quiet():
-            reader = _Reader(stored)
-            alone = group is None
-            group = None if alone or group.size() == dist.get_world_size() else group
             load(
-                into, storage_reader=reader, process_group=group, planner=_Planner(), no_dist=alone
+                into,
+                storage_reader=_Reader(stored),
+                process_group=coordinating(group),
+                planner=_Planner(),
+                no_dist=group is None,
             )
     except (Exception, CheckpointException) as error:  # torch wraps the errors of all ranks
         forget_frames(error)
         raise CheckpointError(f"{stored.folder} cannot be read: {cause_of(error)}") from error
+
+
+def coordinating(group: Any) -> Any:
+    """The `process_group` to give to torch for `group`: None for the default one, or one alone."""
+    return None if group is None or group.size() == dist.get_world_size() else group
 
 
 class _Reader(FileSystemReader):

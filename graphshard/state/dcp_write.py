@@ -14,21 +14,25 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from graphshard.errors import CheckpointError
+from graphshard.state.dcp import cause_of, forget_frames, quiet
 from graphshard.state.manifest import (
     FileRecord,
     commit,
     data_prefix,
     discard,
     new_id,
+    remove_earlier,
     remove_replaced,
 )
 from graphshard.state.training_state import PARTS, flatten, key_of
@@ -138,11 +142,12 @@ class CommittingWriter(FileSystemWriter):
     Args:
         path: the directory, on a file system that all ranks share.
         ranks: how many ranks save.
+        keep: the checkpoints of the run that this rank leaves; None to remove no earlier one.
     """
 
-    def __init__(self, path: str | os.PathLike[str], ranks: int) -> None:
+    def __init__(self, path: str | os.PathLike[str], ranks: int, keep: int | None = None) -> None:
         super().__init__(path)
-        self._ranks = ranks
+        self._ranks, self._keep = ranks, keep
         self.fs: _ChecksummedFiles = _ChecksummedFiles()
         self._coordinates = False
         self._finishing = False
@@ -204,16 +209,31 @@ class CommittingWriter(FileSystemWriter):
         self._finishing = True
         commit(self._folder, self.save_id, pickle.dumps(metadata), files)
 
-    def remove_replaced(self) -> None:
-        """Remove this rank's share of the files replaced by a save that committed."""
+    def save(self, state: dict[str, Any], process_group: Any, *, alone: bool = False) -> None:
+        """Write `state` with all ranks of `process_group` (None: of the default one)."""
+        try:
+            with quiet():
+                save(
+                    state,
+                    storage_writer=self,
+                    process_group=process_group,
+                    no_dist=alone,
+                    planner=RankZeroFirst(),
+                )
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
+            # Other ranks cannot tell whether the coordinator commits; the next save removes it all.
+            if self._coordinates and not self._finishing:
+                discard(self._folder, self.save_id)
+            forget_frames(error)
+            raise CheckpointError(
+                f"writing {self.path} failed: {cause_of(error)}; the checkpoint there, if there "
+                "was one, is as before"
+            ) from error
+
+    def end(self) -> None:
+        """Remove what need not be kept after a save that committed; called on every rank."""
         names = self._names
         assert names is not None
         remove_replaced(self._folder, names.save_id, names.rank, names.ranks)
-
-    def discard(self) -> None:
-        """Remove the files of all ranks if another rank's failed; effective on the coordinator.
-
-        Other ranks cannot tell whether the coordinator commits. The next save removes what is left.
-        """
-        if self._coordinates and not self._finishing:
-            discard(self._folder, self.save_id)
+        if self._keep is not None:
+            remove_earlier(self._folder, self._keep)

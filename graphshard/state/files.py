@@ -28,6 +28,10 @@ Region = tuple[slice, ...]
 """A part of a tensor: a slice with start and stop per dim."""
 
 
+Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
+"""Shape and dtype of each tensor of a checkpoint, by its key."""
+
+
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -206,9 +210,7 @@ class Writer:
     The file has a temporary name until it is complete, so no half-written file remains.
     """
 
-    def __init__(
-        self, file: Path, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]
-    ) -> None:
+    def __init__(self, file: Path, tensors: Shapes) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, (shape, dtype) in tensors.items():
@@ -248,9 +250,6 @@ NAME = "model.safetensors"
 
 
 INDEX = "model.safetensors.index.json"
-
-
-Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 def open_files(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError, FingerprintError
 from graphshard.runtime.lowered import Bindings
-from graphshard.state.files import Region, open_files
+from graphshard.state.files import Region, Shapes, open_files
 from graphshard.state.replicas import require_one_source
 from graphshard.state.state_tensors import (
     StateTensor,
@@ -27,9 +27,6 @@ from graphshard.state.state_tensors import (
     state_tensors_of,
 )
 from graphshard.torch_private import compat as torch_compat
-
-TensorInfos = Mapping[str, tuple[Sequence[int], torch.dtype]]
-"""Shape and dtype of each tensor of a checkpoint, by its key."""
 
 
 @dataclass
@@ -74,7 +71,7 @@ class KeyRules:
 
 def match(
     state_tensors: Sequence[StateTensor],
-    infos: TensorInfos,
+    infos: Shapes,
     *,
     strict: bool = True,
     rules: KeyRules | None = None,
@@ -116,9 +113,7 @@ def match(
     return matched
 
 
-def _require_complete(
-    matched: Match, persistent: Sequence[StateTensor], infos: TensorInfos
-) -> None:
+def _require_complete(matched: Match, persistent: Sequence[StateTensor], infos: Shapes) -> None:
     if matched.missing:
         count, hint = len(matched.missing), ""
         if count == len(persistent) and infos:
@@ -169,7 +164,7 @@ class TensorSource:
     Also all of them, by key, if they are in memory.
     """
 
-    infos: TensorInfos
+    infos: Shapes
     read: Callable[[str, Region], Tensor]
     whole: Mapping[str, Tensor] | None = None
 
@@ -381,7 +376,6 @@ def take_model_values(
         for state_tensor in state_tensors:  # no rank waits for another
             if state_tensor.name in keys:
                 state_tensor.write(tensors[state_tensor.name].detach(), state_tensor.whole)
-                state_tensor.mark_filled()
     return frozenset(tensors) - real
 
 

@@ -92,10 +92,8 @@ def load_local_state_dict(
             raise CheckpointError(
                 f"the local state dict has {unexpected!r}, which the model does not have"
             )
-    with torch.no_grad():
-        for state_tensor in state_tensors:
-            state_tensor.local.copy_(state_dict[state_tensor.name])
-            state_tensor.mark_filled()
+    for state_tensor in state_tensors:
+        state_tensor.take(state_dict[state_tensor.name])
 
 
 def save_safetensors(

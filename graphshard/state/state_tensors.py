@@ -75,6 +75,7 @@ class StateTensor:
     def write(self, values: Tensor, region: Region) -> None:
         """Write this rank's part of `values`, which fill `region` of the full tensor."""
         copy_overlap(self.local, self.region, values, region)
+        self._note_values()
 
     def place(self) -> Tensor:
         """Memory to read this rank's part into: its own, if it has no values yet, or new."""
@@ -83,11 +84,11 @@ class StateTensor:
         return torch.empty_like(self.local, device="cpu")
 
     def take(self, values: Tensor) -> None:
-        """Take over this rank's part, read into `place()`."""
+        """Take over this rank's part, which may have been read into `place()`."""
         with torch.no_grad():
             if values is not self.local:
                 self.local.copy_(values)
-        self.mark_filled()
+        self._note_values()
 
     def leave(self, values: Tensor) -> None:
         """Be as before `place()`, whose memory may have been written."""
@@ -107,8 +108,7 @@ class StateTensor:
             sizes = [rows.stop - rows.start for rows in piece]
             copy_overlap(into, self.region, group.broadcast(value, sizes, dtype), piece)
 
-    def mark_filled(self) -> None:
-        """Record that it has values."""
+    def _note_values(self) -> None:
         if self.shard is not None:
             self.shard.note_values()
 

@@ -24,7 +24,7 @@ from torch.distributed import checkpoint
 import graphshard
 from graphshard.errors import CheckpointError
 from graphshard.module.sharded_module import ShardedModule
-from graphshard.state import checkpoints, dcp_write, manifest
+from graphshard.state import dcp_write, manifest
 
 LINEAR = graphshard.BlockPolicy({nn.Linear})
 
@@ -320,13 +320,13 @@ def loses_the_group_before_it_saves(rank: int, folder: Path) -> None:
     module.save_checkpoint(folder / "c", optim)
     fill(module, optim, 2.0)
     go = threading.Event()
-    write = checkpoints._Write.run
+    write = dcp_write.CommittingWriter.save
 
     def waits(*args: Any, **options: Any) -> None:
         go.wait()
         write(*args, **options)
 
-    checkpoints._Write.run = waits  # type: ignore[method-assign]
+    dcp_write.CommittingWriter.save = waits  # type: ignore[method-assign]
     saving = module.save_checkpoint(folder / "c", optim, background=True)
     is_initialized, dist.is_initialized = dist.is_initialized, lambda: False
     go.set()
