@@ -99,7 +99,7 @@ def policy_of_accelerator(accelerator: Accelerator) -> Policy:
         PolicyError: it has none, or a setting has no counterpart; names the key.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+    if plugin is None and asks_for_fsdp():
         plugin = FullyShardedDataParallelPlugin()  # which an accelerator on CPUs does not keep
     if plugin is None:
         raise PolicyError(
@@ -108,6 +108,11 @@ def policy_of_accelerator(accelerator: Accelerator) -> Policy:
         )
     config = {"fsdp_config": _settings(plugin), "mixed_precision": accelerator.mixed_precision}
     return from_accelerate(config)
+
+
+def asks_for_fsdp() -> bool:
+    """Whether the script was started with an Accelerate configuration of FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def _settings(plugin: Any) -> dict[str, Any]:
@@ -174,19 +179,25 @@ def let_accelerators_prepare() -> None:
         ("get_state_dict", _get_state_dict),
         ("save_model", _save_model),
     ):
-        patched_for_good(Accelerator, name, method(getattr(Accelerator, name)))
+        patched_for_good(Accelerator, name, _around(getattr(Accelerator, name), method))
     ShardedModule._known_to_accelerate = True
 
 
-def _prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+def _around(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def prepare(self: Accelerator, *args: Any, device_placement: Any = None) -> Any:
-        entry = _POLICIES.get(self)
-        if entry is not None:
-            args = _compiled(self, args, *entry)
-        return original(self, *args, device_placement=device_placement)
+    def call(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        return method(original, self, *args, **kwargs)
 
-    return prepare
+    return call
+
+
+def _prepare(
+    original: Callable[..., Any], self: Accelerator, *args: Any, device_placement: Any = None
+) -> Any:
+    entry = _POLICIES.get(self)
+    if entry is not None:
+        args = _compiled(self, args, *entry)
+    return original(self, *args, device_placement=device_placement)
 
 
 def _compiled(
@@ -225,23 +236,20 @@ def _replace_params(optimizer: torch.optim.Optimizer, params: Mapping[int, nn.Pa
         group["params"] = [params.get(id(param), param) for param in group["params"]]
 
 
-def _prepare_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def prepare_model(
-        self: Accelerator,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-    ) -> nn.Module:
-        if not isinstance(model, ShardedModule):
-            return original(self, model, device_placement, evaluation_mode)
-        if any(model is prepared for prepared in self._models):
-            return model
-        _require_settings(self, model)
-        # In evaluation mode Accelerate applies autocast and wraps nothing.
-        return original(self, model, device_placement=False, evaluation_mode=True)
-
-    return prepare_model
+def _prepare_model(
+    original: Callable[..., Any],
+    self: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    if not isinstance(model, ShardedModule):
+        return original(self, model, device_placement, evaluation_mode)
+    if any(model is prepared for prepared in self._models):
+        return model
+    _require_settings(self, model)
+    # In evaluation mode Accelerate applies autocast and wraps nothing.
+    return original(self, model, device_placement=False, evaluation_mode=True)
 
 
 def _require_settings(accelerator: Accelerator, model: ShardedModule) -> None:
@@ -314,59 +322,48 @@ def _params_of(optimizer: Any) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
-def _save_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def save_state(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        with _without_sharded(self) as pairs:
-            if not pairs:
-                return original(self, *args, **kwargs)
+def _save_state(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    with _without_sharded(self) as pairs:
+        if not pairs:
+            return original(self, *args, **kwargs)
 
-            def hook(models: list[Any], weights: list[Any], folder: str) -> None:
-                sharded = [isinstance(model, ShardedModule) for model in models]
-                weights[:] = [each for each, mine in zip(weights, sharded, strict=True) if not mine]
-                for number, (model, optimizer) in enumerate(pairs):
-                    model.save_checkpoint(Path(folder) / _FOLDER.format(number), optimizer)
+        def hook(models: list[Any], weights: list[Any], folder: str) -> None:
+            sharded = [isinstance(model, ShardedModule) for model in models]
+            weights[:] = [each for each, mine in zip(weights, sharded, strict=True) if not mine]
+            for number, (model, optimizer) in enumerate(pairs):
+                model.save_checkpoint(Path(folder) / _FOLDER.format(number), optimizer)
 
-            handle = self.register_save_state_pre_hook(hook)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                handle.remove()
-
-    return save_state
+        handle = self.register_save_state_pre_hook(hook)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            handle.remove()
 
 
-def _load_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def load_state(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-        with _without_sharded(self) as pairs:
-            if not pairs:
-                return original(self, *args, **kwargs)
+def _load_state(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    with _without_sharded(self) as pairs:
+        if not pairs:
+            return original(self, *args, **kwargs)
 
-            def hook(models: list[Any], folder: str) -> None:
-                models[:] = [each for each in models if not isinstance(each, ShardedModule)]
-                for number, (model, optimizer) in enumerate(pairs):
-                    model.load_checkpoint(Path(folder) / _FOLDER.format(number), optimizer)
+        def hook(models: list[Any], folder: str) -> None:
+            models[:] = [each for each in models if not isinstance(each, ShardedModule)]
+            for number, (model, optimizer) in enumerate(pairs):
+                model.load_checkpoint(Path(folder) / _FOLDER.format(number), optimizer)
 
-            handle = self.register_load_state_pre_hook(hook)
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                handle.remove()
-
-    return load_state
+        handle = self.register_load_state_pre_hook(hook)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            handle.remove()
 
 
-def _get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+def _get_state_dict(
+    original: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """Whole tensors on the CPU of the main process, {} on all others, as for FSDP."""
-
-    @wraps(original)
-    def get_state_dict(self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, ShardedModule):
-            return model.full_state_dict()
-        return original(self, model, *args, **kwargs)
-
-    return get_state_dict
+    if isinstance(model, ShardedModule):
+        return model.full_state_dict()
+    return original(self, model, *args, **kwargs)
 
 
 class _Weights(nn.Module):
@@ -381,33 +378,30 @@ class _Weights(nn.Module):
         return self._weights
 
 
-def _save_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def save_model(
-        self: Accelerator,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
-        if not isinstance(model, ShardedModule):
-            return original(self, model, save_directory, **options)
-        agreement = model._graphshard.bindings.agreement
-        text = call_text(save_model, "Accelerator.save_model", path=save_directory, **options)
-        with agreement.call(text):
-            with agreement.part():
-                size = checked_size(max_shard_size)
-                if os.path.isfile(save_directory):
-                    raise CheckpointError(f"save_model: {save_directory} is a file, not a folder")
-            if safe_serialization:
-                model.save_safetensors(save_directory, max_shard_bytes=size)
-                return None
-            weights = _Weights(model.full_state_dict())
-            with agreement.part():
-                save.writing(
-                    save_directory, lambda: original(self, weights, save_directory, **options)
-                )()
-        return None
-
-    return save_model
+def _save_model(
+    original: Callable[..., Any],
+    self: Accelerator,
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    options = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    if not isinstance(model, ShardedModule):
+        return original(self, model, save_directory, **options)
+    agreement = model._graphshard.bindings.agreement
+    text = call_text(original, "Accelerator.save_model", path=save_directory, **options)
+    with agreement.call(text):
+        with agreement.part():
+            size = checked_size(max_shard_size)
+            if os.path.isfile(save_directory):
+                raise CheckpointError(f"save_model: {save_directory} is a file, not a folder")
+        if safe_serialization:
+            model.save_safetensors(save_directory, max_shard_bytes=size)
+            return None
+        weights = _Weights(model.full_state_dict())
+        with agreement.part():
+            save.writing(
+                save_directory, lambda: original(self, weights, save_directory, **options)
+            )()
+    return None

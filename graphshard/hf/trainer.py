@@ -23,7 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from graphshard.api import compile as compile_module
 from graphshard.errors import CheckpointError, PolicyError
-from graphshard.hf.accelerators import policy_of_accelerator, shard_models_of, with_first_weights
+from graphshard.hf.accelerators import (
+    asks_for_fsdp,
+    policy_of_accelerator,
+    shard_models_of,
+    with_first_weights,
+)
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.base import Policy
 from graphshard.policy.units import BlockPolicy
@@ -88,7 +93,7 @@ class ShardedTrainer(Trainer):
         """Make the accelerator, which takes a sharded module as it is."""
         super().create_accelerator_and_postprocess()
         policy, options = self._sharding
-        if policy is None and not self.is_fsdp_enabled and not _asks_for_fsdp():
+        if policy is None and not self.is_fsdp_enabled and not asks_for_fsdp():
             policy = BlockPolicy()
         if self.is_deepspeed_enabled:
             raise PolicyError("ShardedTrainer: the arguments ask for DeepSpeed; leave it out")
@@ -323,10 +328,6 @@ _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LBFGS")
 """Classes of torch and transformers that raise in their first step on DTensors."""
-
-
-def _asks_for_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
