@@ -61,22 +61,23 @@ _UNITS = {"step_overhead": "seconds ", "tdp_watts": "watts ", "power_limit": "wa
 _WHOLE = ("memory_bytes", "gpus_per_node", "multiprocessors")
 
 
-def checked(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the fields of `Hardware`, and return those that are stored in another form."""
-    return _Check(figures).stored()
+class Check:
+    """A check of the fields of `Hardware`."""
 
-
-class _Check:
     def __init__(self, figures: Mapping[str, Any]) -> None:
         self.figures = figures
 
     def stored(self) -> dict[str, Any]:
+        """The fields that are stored in another form, all checked."""
         stored = {
             "curves": self._points("curves"),
             "attention_rates": self._points("attention_rates"),
             "lines": self._rows("lines"),
-            "tiles": tuple(self._sequences("tiles")),
-            "spread": tuple(self._sequence("spread", self.figures["spread"])),
+            "tiles": tuple(
+                self._sequence("tiles", row)
+                for row in self._sequence("tiles", self.figures["tiles"])
+            ),
+            "spread": self._sequence("spread", self.figures["spread"]),
         }
         stored |= {
             name: MappingProxyType(dict(self.figures[name]))
@@ -100,9 +101,6 @@ class _Check:
         if isinstance(value, (tuple, list)):
             return tuple(value)
         raise self._wrong(f"{name} must be a list of numbers; got {shown(value)}")
-
-    def _sequences(self, name: str) -> list[tuple[Any, ...]]:
-        return [self._sequence(name, row) for row in self._sequence(name, self.figures[name])]
 
     def _points(self, name: str) -> Mapping[str, Any]:
         return self._rows(name, lambda points: tuple(map(tuple, points)))

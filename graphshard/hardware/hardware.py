@@ -17,7 +17,7 @@ import torch
 
 from graphshard.errors import CostError
 from graphshard.format import meant
-from graphshard.hardware.checks import KINDS, OVERHEADS, TABLES, checked
+from graphshard.hardware.checks import KINDS, OVERHEADS, TABLES, Check
 from graphshard.hardware.curves import Points, default_kernel, rate_of
 from graphshard.plain_data import read_json, shown
 
@@ -142,7 +142,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         figures = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name, value in checked(figures).items():
+        for name, value in Check(figures).stored().items():
             object.__setattr__(self, name, value)
 
     def matmul_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:

@@ -203,10 +203,11 @@ def dump_programs(
 
 def _source(phase: str, graph: fx.Graph, meanings: Mapping[str, str], world_size: int) -> str:
     placeholders = graph.find_nodes(op="placeholder")
-    rows = [
-        (node.name, _type(node.meta.get("val")), meanings.get(node.name, "kept from forward"))
-        for node in placeholders
-    ]
+    rows = []
+    for node in placeholders:
+        val = node.meta.get("val")
+        type_ = f"{len(val)} tensors" if isinstance(val, list) else value_text(val)
+        rows.append((node.name, type_, meanings.get(node.name, "kept from forward")))
     names, types = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     parameters = [f"    {name:<{names}}  {type_:<{types}}  {what}" for name, type_, what in rows]
     explanation = "\n".join(
@@ -235,10 +236,6 @@ def _meanings(program: Program, plan: ShardingPlan) -> Iterator[tuple[str, str]]
         yield param.node.name, f"parameter {' = '.join(param.names)}{shard}{host}"
     for node, role in roles_of_others(program):
         yield node.name, role
-
-
-def _type(value: object) -> str:
-    return f"{len(value)} tensors" if isinstance(value, list) else value_text(value)
 
 
 def _write(directory: Path, files: Mapping[str, str]) -> list[Path]:

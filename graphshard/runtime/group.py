@@ -221,7 +221,9 @@ def meeting_group(
     if mesh is None and not (dist.is_available() and dist.is_initialized()):
         return Group(None, 0, 1, _indexed(alone if device is None else device))
     if mesh is None:
-        device = _indexed(device or _default_device_type())
+        # A group that was made without a backend has NCCL for CUDA and Gloo for the CPU.
+        by_nccl = "cuda:nccl" in dist.get_backend_config().lower() and torch.cuda.is_available()
+        device = _indexed(device or ("cuda" if by_nccl else "cpu"))
         try:
             return group_of(dist.group.WORLD, device)
         except RuntimeError:  # which has no backend for this device; a mesh gets another group
@@ -294,15 +296,6 @@ def groups_like(group: Group, found: Group) -> Group:
         if name not in made.subgroups:  # a part of the group that shards
             made.within(int(name.removeprefix(ops.RESHARD)))
     return made
-
-
-def _default_device_type() -> str:
-    """Where the ranks of the default process group compute: on CUDA if it has NCCL for that.
-
-    A group that was made without a backend has NCCL for CUDA and Gloo for the CPU.
-    """
-    by_nccl = "cuda:nccl" in dist.get_backend_config().lower()
-    return "cuda" if by_nccl and torch.cuda.is_available() else "cpu"
 
 
 def group_of(process_group: Any, device: torch.device) -> Group:

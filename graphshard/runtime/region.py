@@ -124,17 +124,13 @@ class Form:
         """The results for `args`, which is emptied."""
         if not self._tried:
             compile_all([self])
-        if self._compiled is None or not self._admits(args):
+        sizes = self._sizes
+        fits = sizes is None or sizes.admits(tuple(args[: len(sizes.symbols)]))
+        if self._compiled is None or not fits:
             return self.module.forward(args)
         if self._checked:
             return self._compiled(args)
         return self._first_call(args)
-
-    def _admits(self, args: Sequence[Any]) -> bool:
-        """Whether the compiled function is valid for the sizes in `args`."""
-        if self._sizes is None:
-            return True
-        return self._sizes.admits(tuple(args[: len(self._sizes.symbols)]))
 
     def _first_call(self, args: list[Any]) -> Sequence[Any]:
         """Call the compiled function; check that its results share memory as the operators' do."""

@@ -275,7 +275,9 @@ class Step:
             for t, of in zip(tangents, self._tangent_strides, strict=True)
         ]
         return [
-            t if t is None or stride is None or t.stride() == stride else _with_stride(t, stride)
+            t
+            if t is None or stride is None or t.stride() == stride
+            else torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device).copy_(t)
             for t, stride in zip(tangents, strides, strict=True)
         ]
 
@@ -580,9 +582,3 @@ def _strides_of(val: Tensor, sizes: Sizes | None) -> Strides:
         return evaluate(*values, *numbers)
 
     return strides
-
-
-def _with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy of `tensor` with these strides."""
-    result = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    return result.copy_(tensor)

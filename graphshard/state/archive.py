@@ -48,7 +48,9 @@ def _load(stream: Any, source: Any, *, mmap: bool) -> Any:
     try:
         records = _checked_records(stream)
         stream.seek(0)
-        with torch.serialization.safe_globals(_also_plain()):
+        # Torch refuses frozensets unless the user has allowed them.
+        allowed = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([] if frozenset in allowed else [frozenset]):
             value = torch.load(source, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ForeignError(str(error).rpartition("WeightsUnpickler error: ")[2]) from error
@@ -58,11 +60,6 @@ def _load(stream: Any, source: Any, *, mmap: bool) -> Any:
         raise ArchiveError(f"{type(error).__name__}: {error}") from error
     _require_whole(value, records)
     return value
-
-
-def _also_plain() -> list[Any]:
-    """Classes of plain data that torch refuses and the user has not allowed."""
-    return [kind for kind in (frozenset,) if kind not in torch.serialization.get_safe_globals()]
 
 
 def _checked_records(stream: IO[bytes]) -> Counter[int]:

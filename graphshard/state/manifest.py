@@ -36,6 +36,9 @@ _MANIFEST = re.compile(rf"graphshard\.({_ID})\.json")
 _UNFINISHED = re.compile(rf"\.metadata\.({_ID})\.tmp")
 
 
+_TORCH_DATA_FILE = re.compile(r"__\d+()_\d+\.distcp")
+
+
 _BLOCK = 1 << 22
 
 
@@ -188,9 +191,9 @@ def remove_replaced(folder: Path, save_id: str, rank: int, ranks: int) -> None:
     for the files of many. The earlier save may have had another number of ranks.
     """
     for file in _listed(folder):
-        if not _is_of_another_save(file.name, save_id):
+        if _id_of(file.name) in (None, save_id):
             continue
-        writer = _WRITER.match(file.name)
+        writer = re.match(r"__(\d+)_", file.name)
         if (int(writer[1]) if writer else 0) % ranks == rank:
             with suppress(OSError):
                 file.unlink()
@@ -229,27 +232,11 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _id_of(name: str) -> str | None:
-    """The id of the save that the file of this name belongs to, by its name."""
-    for pattern in (_DATA_FILE, _MANIFEST, _UNFINISHED):
+    """The id of the save that the file of this name is of, "" of one by torch; else None."""
+    for pattern in (_DATA_FILE, _MANIFEST, _UNFINISHED, _TORCH_DATA_FILE):
         if match := pattern.fullmatch(name):
             return match[1]
     return None
-
-
-_TORCH_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
-
-
-_WRITER = re.compile(r"__(\d+)_")
-"""Begins the name of a data file: the rank that wrote it."""
-
-
-def _is_of_another_save(name: str, save_id: str) -> bool:
-    """Whether the file of this name is of a checkpoint that the one of `save_id` replaces.
-
-    Both graphshard's files and torch's count.
-    """
-    other = _id_of(name)
-    return (other is not None and other != save_id) or bool(_TORCH_DATA_FILE.fullmatch(name))
 
 
 # -- several checkpoints --------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from graphshard.errors import CheckpointError
 from graphshard.format import some_of
+from graphshard.plain_data import shown
 from graphshard.runtime.group import Group
 from graphshard.state.archive import load_part
 from graphshard.state.dcp import StoredCheckpoint, empty_like
@@ -178,15 +179,10 @@ def _require_saveable(path: Path, state: Any, seen: dict[str, Path]) -> None:
         except Exception as error:
             raise CheckpointError(
                 f"{key!r} is or holds something that a load could restore only by running code "
-                f"({error}): a {type(value).__name__}, {_short(value)}; save numbers, strings, "
+                f"({error}): a {type(value).__name__}, {shown(value)}; save numbers, strings, "
                 "tensors, and lists, tuples and dicts of them (number.item() and array.tolist() "
                 "give them), or an object with state_dict and load_state_dict"
             ) from error
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # -- loading --------------------------------------------------------------------------------------

@@ -253,7 +253,9 @@ class Space:
             for recompute in self.recomputes
             for units, choice in enumerate(self.unit_choices)
             for sharding in self._shardings(choice)
-            if self._possible(sharding, offload)
+            if offload is None
+            or "params" not in offload
+            or sharding.strategy is not Strategy.SHARD_OPTIMIZER
         ]
 
     def candidates(self, group: CandidateGroup) -> list[Candidate]:
@@ -391,10 +393,6 @@ class Space:
             return strategy.hybrid or strategy is Strategy.NO_SHARD
         casts = self.auto.mixed_precision and self.auto.mixed_precision.param_dtype
         return not strategy.hybrid and not (casts and strategy is Strategy.SHARD_OPTIMIZER)
-
-    def _possible(self, sharding: Sharding, offload: frozenset[str] | None) -> bool:
-        offloaded = offload is not None and "params" in offload
-        return not (offloaded and sharding.strategy is Strategy.SHARD_OPTIMIZER)
 
     def _prefetches(self, sharding: Sharding) -> list[tuple[str | None, int]]:
         """Return the prefetch options; only one in a phase without gathers."""

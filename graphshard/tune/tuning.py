@@ -125,14 +125,21 @@ class Tuning:
     def __str__(self) -> str:
         estimate = self.estimate
         skipped = ", ".join(f"{count} {why}" for why, count in self.groups.items() if count)
+        of_step = further = ""
+        if self.micro_batches > 1:
+            seconds = human_seconds(self.step_seconds)
+            of_step = f"{seconds} for {self.micro_batches} micro-batches; of one "
+        if self.further_bytes:
+            more = human_bytes(self.further_bytes)
+            further = f" and {more} for further communicators or workspaces"
         lines = [
             wrapped(self.code),
             "",
-            f"step       {self._step_text()}{human_seconds(estimate.step_seconds)}, of which "
+            f"step       {of_step}{human_seconds(estimate.step_seconds)}, of which "
             f"{human_seconds(estimate.exposed_seconds)} exposed communication; "
             f"{estimate.mfu:.1%} of the peak (MFU)",
             f"memory     {human_bytes(self.bytes - self.further_bytes)} {taken(estimate)}"
-            f"{self._further_text()}, of {human_bytes(self.memory_budget)}",
+            f"{further}, of {human_bytes(self.memory_budget)}",
             f"hardware   {estimate.hardware}, {estimate.plan.world_size:,} ranks",
             f"searched   {self.simulations:,} simulations; kinds of policies: {skipped}",
             *self._not_tried(),
@@ -151,15 +158,6 @@ class Tuning:
             lines += ["", "why not:"]
             lines += [sentence(f"{what}: {why}", "  ") for what, why in self.reasons.items()]
         return "\n".join(lines)
-
-    def _further_text(self) -> str:
-        size = self.further_bytes
-        return f" and {human_bytes(size)} for further communicators or workspaces" if size else ""
-
-    def _step_text(self) -> str:
-        if self.micro_batches == 1:
-            return ""
-        return f"{human_seconds(self.step_seconds)} for {self.micro_batches} micro-batches; of one "
 
     def _not_tried(self) -> list[str]:
         """Lines on what there was no time for."""
