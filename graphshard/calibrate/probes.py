@@ -79,12 +79,10 @@ def _rows(draw: OperandFactory, numel: int) -> Tensor:
 
 
 def _pair(draw: OperandFactory, numel: int) -> Operands:
-    """Make two operands of the same shape."""
     return _rows(draw, numel), _rows(draw, numel)
 
 
 def _single(*rest: Any) -> MakeOperands:
-    """Make one operand, followed by the arguments `rest`."""
     return lambda draw, numel: (_rows(draw, numel), *rest)
 
 
@@ -257,7 +255,6 @@ def _rotated(draw: OperandFactory, numel: int) -> Operands:
 
 
 def _joined(draw: OperandFactory, numel: int) -> Operands:
-    """Make two halves of heads to concatenate, as in rotary embeddings."""
     return [_by_head(draw, numel // 2), _by_head(draw, numel // 2)], -1
 
 

@@ -261,7 +261,6 @@ def _knows_nodes(group: Group, hosts: HostGroups) -> bool:
 
 
 def _measured_links(group: Group, hosts: HostGroups) -> set[str]:
-    """The figures of links that these ranks measure."""
     measured = {"gpus_per_node"} if _knows_nodes(group, hosts) else set()
     if hosts.within is not None:
         measured |= {"intra_bandwidth", "intra_latency"}

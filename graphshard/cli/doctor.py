@@ -150,7 +150,6 @@ def _plans() -> str:
 
 
 def _trains(device: str, backend: Any) -> str:
-    """Train a step on one rank, and compare it with the model's own."""
     torch.manual_seed(0)
     model = _model().to(device)
     batch = torch.randn(4, 16, device=device)

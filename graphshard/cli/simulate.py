@@ -24,7 +24,6 @@ def _add_hardware_options(command: argparse.ArgumentParser) -> None:
 
 
 def _estimates(options: argparse.Namespace, *plans: ShardingPlan) -> list[Estimate]:
-    """The estimates for the programs of `plans`."""
     estimates = [
         simulate(
             plan,

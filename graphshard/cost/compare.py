@@ -188,7 +188,6 @@ def _change(one: float, other: float) -> str:
 
 
 def _differences(both: Comparison) -> Iterator[str]:
-    """The largest differences in time and memory, with their reasons."""
     a, b = both.a, both.b
     first, second = both.names
     gained, least = both.faster_by, MIN_SHARE * max(a.step_seconds, b.step_seconds)

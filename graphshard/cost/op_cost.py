@@ -231,7 +231,6 @@ class OpCost:
         return attention_kernel(self.work, self.dtype, hardware)
 
     def _rate(self, hardware: Hardware, tf32: bool) -> float:
-        """The fraction of the peak that the kernel reaches."""
         if isinstance(self.work, Attention):
             return attention_rate(self.work, self.dtype, hardware)
         if self.kind == "attention":
@@ -296,7 +295,6 @@ _VALUE = object()
 
 
 def _computed(node: fx.Node) -> OpCost:
-    """The cost of a call of an ATen operator."""
     if is_view_op(node.target):
         return _VIEW
     packet = node.target.overloadpacket  # type: ignore[union-attr]
@@ -412,7 +410,6 @@ def attention_backward_flops(query: Sequence[int], key: Sequence[int], value: Se
 
 
 def _scores(query: Sequence[int], key: Sequence[int]) -> int:
-    """The number of attention scores."""
     batch, heads, tokens, _ = query
     return batch * heads * tokens * key[2]
 

@@ -238,7 +238,6 @@ class Reasons:
 
     @cached_property
     def _budgeted(self) -> Sequence[int]:
-        """By place, the bytes that count in the budget."""
         budget = self.program.budget
         assert budget is not None
         return held_by_place(self.program, budget)
@@ -273,7 +272,6 @@ class Reasons:
         return None, gap[::-1]
 
     def _takes_time(self, node: fx.Node) -> bool:
-        """Whether `node` takes compute time."""
         return self._seconds_of(node) > 0
 
     def _seconds_of(self, node: fx.Node) -> float:
@@ -370,7 +368,6 @@ def reasons_text(reasons: Sequence[Reason]) -> str:
 
 
 def _params(node: fx.Node) -> tuple[str, ...]:
-    """The parameters that a collective or a host copy moves."""
     if node.target in ops.COPIES:
         param = param_of(node)
         return () if param is None else (param,)

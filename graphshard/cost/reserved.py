@@ -195,7 +195,6 @@ class _Replay:
             raise
 
     def usage(self) -> Usage:
-        """Replay a step, and one up to where tensors ask for most."""
         if self._usage is None:
             self.most = 0
             self._step()

@@ -81,7 +81,6 @@ def kernels_of(region: Region) -> list[list[fx.Node]]:
 
 
 def _kernel(nodes: list[fx.Node]) -> OpCost:
-    """The cost of `nodes` as one fused kernel."""
     inside = set(nodes)
     reads: dict[fx.Node, int] = {}
     moved = 0

@@ -374,7 +374,6 @@ class _Weights(nn.Module):
         self._weights = weights
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The weights."""
         return self._weights
 
 

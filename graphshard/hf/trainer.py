@@ -113,7 +113,6 @@ class ShardedTrainer(Trainer):
             super()._move_model_to_device(model, device)
 
     def _shard(self) -> None:
-        """Compile the model, once."""
         if isinstance(self.model, ShardedModule):
             return
         policy, options = self._sharding

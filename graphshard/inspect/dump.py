@@ -123,7 +123,6 @@ def graph_source(graph: fx.Graph, function: str, explanation: str) -> str:
 
 
 def _binding(name: str, value: Any) -> str:
-    """Return the line that binds the global `name` to `value`."""
     if name in _DEFINED:
         return _DEFINED[name]
     module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__

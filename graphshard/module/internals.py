@@ -200,7 +200,6 @@ def _set_grad(param: nn.Parameter, grad: Tensor) -> None:
 
 
 def _wanted(shards: Iterable[Shard], *, with_grads: bool) -> list[Wanted]:
-    """What to gather: parameters, and their gradients."""
     wanted = [Wanted(shard, shard.local.dtype) for shard in shards]
     if with_grads:
         for shard in shards:

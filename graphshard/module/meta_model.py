@@ -278,7 +278,6 @@ def _initializers(modules: Modules) -> dict[nn.Module, list[Initializer]]:
 
 
 def _arguments(function: Callable[..., Any]) -> int:
-    """The number of arguments that `function` needs."""
     parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(p.default is p.empty and p.kind in positional for p in parameters)

@@ -175,7 +175,6 @@ def _requests(
 
 
 def _check_entry(key: Any, entry: Any) -> None:
-    """Check one entry by itself, before its modules are known."""
     if not isinstance(key, (type, str)):
         raise PolicyError(
             f"ModulePolicy: a key must be a module class or a pattern for a module's FQN; got "
@@ -211,7 +210,6 @@ def _by_name(placement: Any) -> Mapping[str, Any]:
 
 
 def _check_fields(key: Key, values: Mapping[str, Any]) -> None:
-    """Check overrides with the checks of `Policy`'s fields."""
     try:
         Policy(**values)
     except PolicyError as error:

@@ -431,7 +431,6 @@ class Agreement:
         return error
 
     def _notes(self, mine: str) -> dict[int, str]:
-        """Leave a note for the others; return theirs."""
         notes: dict[int, str] = {}
         others = [rank for rank in range(self.group.size) if rank != self.group.rank]
         with suppress(Exception):  # the Store may be gone with the rank that held it

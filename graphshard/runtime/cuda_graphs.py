@@ -174,7 +174,6 @@ class _CapturedGraph:
         self.graph, self.results = recorder.capture(run, args)
 
     def replay_with(self, copied: Sequence[Any]) -> Any:
-        """Replay with new values of the copied arguments and return the results."""
         for static, value in zip(self.static, copied, strict=True):
             if isinstance(static, Tensor):
                 static.copy_(value)
@@ -298,7 +297,6 @@ class Graphs:
     def _capture(
         self, phase: str, run: Run, in_place: list[Any], copied: Sequence[Any]
     ) -> _CapturedGraph:
-        """The captured forward or backward."""
         captured: Any = None
         failure = ""
         with self._agreement.part(text=f"{phase}, captured as a CUDA graph") as part:

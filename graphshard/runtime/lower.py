@@ -199,7 +199,6 @@ def _bind(
     reports: FiniteReports,
     by_gathers: Collection[fx.Node],
 ) -> None:
-    """Make `copied`, the copy of `node` in the lowered graph, call the function that runs it."""
     if node.op == "placeholder":
         # fx writes node names in lower case but arguments unchanged: `b = B` would leave B
         # referring to a value that the code drops as b.
@@ -272,7 +271,6 @@ def _left_to_gathers(graph: fx.Graph, group: Group) -> set[fx.Node]:
 
 
 def _ranks_of(collective: Collective, group: Group) -> Group:
-    """The ranks that a collective is over."""
     if collective.ranks is not None:
         return group.within(collective.ranks)
     return group.named(collective.group)

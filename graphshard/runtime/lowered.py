@@ -194,13 +194,11 @@ class _Ranges:
         self.__module__ = "graphshard"  # fx prints a call by these
 
     def __call__(self, name: str) -> None:
-        """End the range that is open, and begin another."""
         self.close()
         self._open = named_range(name)
         self._open.__enter__()
 
     def close(self) -> None:
-        """End the range that is open."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None

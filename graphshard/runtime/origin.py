@@ -89,7 +89,6 @@ class _Looking(fx.Interpreter):
         self._bad = bad
 
     def run_node(self, node: fx.Node) -> Any:
-        """Run one node and look at its value."""
         value = super().run_node(node)
         if isinstance(value, Tensor) and is_floating(value) and node.op != "output":
             what = _what_is_wrong(value, masked=node.name in self._may_hold)
@@ -277,13 +276,11 @@ def _beginning(
 
 
 def _operand(result: fx.Node) -> fx.Node:
-    """The operand of a collective that `result` was picked for."""
     place: Any = result.args[1]
     return operands_of(ops.collective_of(result))[place]
 
 
 def _param(result: fx.Node) -> str:
-    """The parameter that `result` of a collective belongs to."""
     place: Any = result.args[1]
     return params_of(ops.collective_of(result))[place]
 

@@ -146,7 +146,6 @@ def refuse_parameters(call: type) -> None:
 
 
 def _nodes(outputs: Iterable[Any]) -> Iterable[Any]:
-    """The nodes of autograd's graph behind `outputs`."""
     waiting = [
         getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs
     ]

@@ -335,7 +335,6 @@ class _Call:
             accumulated.add_pending(self)
 
     def forward(self) -> list[Tensor]:
-        """Run forward and return the tensors that autograd saves for backward."""
         step = self.step
         bindings, grad = step.bindings, step.program.grad
         # Compared with the backward that follows, since ranks may differ in that alone.

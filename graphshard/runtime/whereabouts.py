@@ -264,7 +264,6 @@ class _Watch:
             self._wake.clear()
 
     def _look(self) -> float:
-        """Look at every module; seconds until the next time."""
         with self._lock:
             watched, self._watched = self._watched, []
         patience = PATIENCE

@@ -182,7 +182,6 @@ class _Reader(FileSystemReader):
         self._stored = stored
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of the open checkpoint."""
         metadata = self._stored.metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
@@ -190,7 +189,6 @@ class _Reader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the entries of `plan` and pass them to `planner`."""
         if self._stored.trust:
             return super().read_data(plan, planner)
         by_file: dict[str, list[ReadItem]] = {}
@@ -206,7 +204,6 @@ class _Reader(FileSystemReader):
         return done
 
     def _read(self, item: ReadItem, stream: IO[bytes], planner: LoadPlanner) -> None:
-        """Read one item from the open file that it lies in."""
         metadata, index = self._stored.metadata, item.storage_index
         place = metadata.storage_data[index]
         entry = metadata.state_dict_metadata[index.fqn]
@@ -259,7 +256,6 @@ class _Planner(DefaultLoadPlanner):
     """Reads tensors into tensors only, and other entries as values only."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Return what to read; see torch's."""
         assert self.metadata is not None
         for key, value in self.state_dict.items():
             entry = self.metadata.state_dict_metadata.get(key)

@@ -99,7 +99,6 @@ class _ChecksummedFile(io.BufferedWriter):
         return written
 
     def close(self) -> None:
-        """Close the file; see `io.BufferedWriter.close`."""
         self._thread.shutdown()
         super().close()
 
@@ -112,7 +111,6 @@ class _ChecksummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open the file at `path`; see `FileSystemBase.create_stream`."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream

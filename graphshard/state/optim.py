@@ -280,14 +280,11 @@ def prepare_load(
 
 @dataclass(frozen=True)
 class _Checker:
-    """Checks that a state dict fits an optimizer."""
-
     optim: torch.optim.Optimizer
     state_tensors: Mapping[int, StateTensor]
     local: bool
 
     def check(self, state_dict: Mapping[str, Any]) -> StateInfo:
-        """Return the settings and entries of `state_dict`, without its tensors."""
         state, groups = self._parts(state_dict)
         group_of = {name: i for i, group in enumerate(groups) for name in group["params"]}
         by_group = [
@@ -484,7 +481,6 @@ class _StateBuilder:
         return torch_compat.dtensor_like(state_tensor.tensor, local_value)
 
     def _part(self, state_tensor: StateTensor, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of a full tensor."""
         if not self.from_first:
             assert value is not None
             values = value.detach()[state_tensor.region]

@@ -444,7 +444,6 @@ def _changed(before: int, now: int, stored: StoredCheckpoint) -> str:
 
 
 def _seed(states: Mapping[str, Any], rank: int) -> None:
-    """Seed every library from the `states` of rank 0 and this `rank`."""
     text = bytes(states["cpu"].tolist()) + f" {rank}".encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:8]) >> 1
     torch.manual_seed(seed)  # CUDA's too

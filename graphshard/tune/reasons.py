@@ -245,7 +245,6 @@ def out_of_time(search: Search) -> str:
 
 
 def _remedies(search: Search, least: CandidateResult) -> Iterator[str]:
-    """Yield sentences on what would make a step fit."""
     for name in ("recompute", "offload", "strategy", "units"):
         if not is_auto(getattr(search.space.auto, name)):
             smallest = _least(_search_in(search, _space(search, name)))
@@ -268,13 +267,11 @@ def _remedies(search: Search, least: CandidateResult) -> Iterator[str]:
 
 
 def _space(search: Search, name: str) -> Space:
-    """Return the space in which the field `name` is searched as well."""
     values: dict[str, Any] = {name: AUTO}
     return replace(search.space, auto=replace(search.space.auto, **values))
 
 
 def _search_in(search: Search, space: Space) -> Search:
-    """Return the same search in another space."""
     return Search(Simulator(search.simulator.captures, space), search.budget)
 
 

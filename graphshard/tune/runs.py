@@ -325,7 +325,6 @@ class _Comparison:
         return self.captures[batch]
 
     def result(self, samples: float) -> Runs:
-        """What was found."""
         no_batch = f"no batch makes a step of {samples:,.0f} samples, give or take {APART:.0%}"
         timed_out = {ranks for ranks, _ in self.untried}
         without = {

@@ -241,7 +241,6 @@ class Search:
         return min((o.seconds for o in tried if o is not None), default=task.bound.seconds)
 
     def _untried(self, task: _Task) -> Candidate:
-        """A candidate that stands for `task`."""
         group = task.group
         if task.room:
             group = self.space.with_budgets(group) if self.space.tries_budgets else group
@@ -285,7 +284,6 @@ class Search:
             self._try_issues(task.group)
 
     def _try_issues(self, group: CandidateGroup) -> None:
-        """Try the ways to issue gathers in FSDP's order."""
         to_beat = self.to_beat()
         fastest = self.result(self.space.fastest(group))
         if fastest is None or fastest.peak <= self.budget or fastest.seconds >= to_beat:

@@ -246,7 +246,6 @@ class Simulator:
         captured: Program,
         plan: ShardingPlan,
     ) -> frozenset[str]:
-        """The names of the nodes that `step` recomputes."""
         step = self._with_memo(step, following, captured, plan)
         program = captured
         if not step.memo:

@@ -379,7 +379,6 @@ class Space:
         return [None, node] if node < ranks and ranks % node == 0 and node > 1 else [None]
 
     def _matches(self, reshard: Any, root: bool) -> bool:
-        """Whether the fixed fields allow these values."""
         auto = self.auto
         if not is_auto(auto.reshard_root) and auto.reshard_root != root:
             return False
