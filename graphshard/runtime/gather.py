@@ -37,8 +37,15 @@ class Gathered(list[Tensor]):
 
 
 def free(gathered: Gathered) -> None:
-    """Give back the storage of all parameters that a gather returned."""
-    gathered.collective.free(gathered)
+    """Give back the storage of all parameters that a gather returned, as `release_for` says.
+
+    Tensors may still refer to it. In checking mode it is filled with NaN instead (integers: their
+    largest value) and stays until nothing refers to it, so that a later use shows in the results.
+    """
+    let_go = release_for(gathered.collective, copied=False)
+    for tensor in gathered:
+        if tensor is not None:  # else taken
+            let_go(tensor)
 
 
 # fx prints a call by it: graphshard_free(...).
@@ -254,20 +261,6 @@ class AllGather(BoundCollective):
         operand = self.operands[index]
         return pending.buffers[index].new_empty(operand.layout.shape)
 
-    def free(self, gathered: Gathered) -> None:
-        """Give back the storage, even if tensors still refer to it.
-
-        In checking mode the storage is filled with NaN instead (integers: their largest value) and
-        stays until nothing refers to it, so that a later use shows in the results.
-        """
-        for tensor in gathered:
-            if tensor is None:  # taken
-                continue
-            if self.group.check:
-                tensor.fill_(poison_of(tensor.dtype))
-            else:
-                tensor.untyped_storage().resize_(0)
-
 
 class AllGatherInPlace(AllGather):
     """Gathers rows into a resident parameter's buffer, of which this rank's rows are a view.
@@ -311,11 +304,6 @@ class LocalGather(AllGather):
     def results(self, pending: Pending) -> list[Tensor]:
         """The full parameters, in operand order."""
         return Gathered(pending.buffers, self)
-
-    def free(self, gathered: Gathered) -> None:
-        """Poison copies; the parameter's own storage stays."""
-        if self.group.check:
-            super().free(gathered)
 
 
 class Reshard:

@@ -66,11 +66,10 @@ class Step:
         self.forward_graph = LoweredGraph(graphs.forward, bindings, program.regions)
         self.fingerprint = self.forward_graph.fingerprint
         # By the indices of outputs without a gradient.
-        self._backward_graphs: dict[tuple[int, ...], LoweredGraph] = {}
-        self._backward_programs: dict[tuple[int, ...], Program] = {(): program}
+        self._backwards: dict[tuple[int, ...], tuple[LoweredGraph, Program]] = {}
         if graphs.backward is not None:
             backward = LoweredGraph(graphs.backward, bindings, program.regions)
-            self._backward_graphs[()] = backward
+            self._backwards[()] = backward, program
             self.fingerprint = self.fingerprint + backward.fingerprint
         self.shards = [bindings.shards[p.fqn] for p in program.params]
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
@@ -147,9 +146,7 @@ class Step:
         With several outputs there is a backward for each set of them that gets gradients. Its
         regions are compiled when it first runs.
         """
-        graphs = [self.forward_graph]
-        if len(self.differentiable) == 1:
-            graphs += self._backward_graphs.values()
+        graphs = self.lowered_graphs if len(self.differentiable) == 1 else [self.forward_graph]
         forms = dict.fromkeys(form for graph in graphs for form in graph.forms())
         if not forms:
             return
@@ -239,15 +236,13 @@ class Step:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def _missing(self, tangents: Sequence[Tensor | None]) -> tuple[int, ...]:
-        """Indices of the differentiable outputs whose tangent is None."""
-        return tuple(i for i, t in zip(self.differentiable, tangents, strict=True) if t is None)
+    def backward_for(self, tangents: Sequence[Tensor | None]) -> tuple[LoweredGraph, Program]:
+        """The backward for the outputs whose tangent is not None, lowered when first needed.
 
-    def backward_graph(self, tangents: Sequence[Tensor | None]) -> LoweredGraph:
-        """The backward for the outputs whose tangent is not None, lowered when first needed."""
-        missing = self._missing(tangents)
-        backward = self._backward_graphs.get(missing)
-        if backward is None:
+        And the program that it is of.
+        """
+        missing = tuple(i for i, t in zip(self.differentiable, tangents, strict=True) if t is None)
+        if missing not in self._backwards:
             program = self.program.copy()
             drop = DropUnusedTangents(frozenset(missing))
             drop.apply(program, self.bindings.plan)
@@ -262,9 +257,8 @@ class Step:
                 cut_backward(program, self.saved), self.bindings, program.regions
             )
             compile_forms([*backward.forms()], self.bindings.group, Progress())
-            self._backward_graphs[missing] = backward
-            self._backward_programs[missing] = program
-        return backward
+            self._backwards[missing] = backward, program
+        return self._backwards[missing]
 
     def with_traced_strides(
         self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]
@@ -305,7 +299,7 @@ class Step:
     @property
     def lowered_graphs(self) -> tuple[LoweredGraph, ...]:
         """Forward, and every backward lowered so far."""
-        return (self.forward_graph, *self._backward_graphs.values())
+        return (self.forward_graph, *(backward for backward, _ in self._backwards.values()))
 
 
 class _Call:
@@ -409,7 +403,7 @@ class _Call:
         accumulated = step.bindings.accumulated
         if not self.grad_keys:
             accumulated.require_not_pending(self._earlier)
-        backward = step.backward_graph(tangents)
+        backward, program = step.backward_for(tangents)
         agreement, device = step.bindings.agreement, step.bindings.group.device
         accumulation = accumulated.whole() if sets_grads else accumulated.paused()
         finish = partial(self._finish_backward, backward)
@@ -432,7 +426,7 @@ class _Call:
             else:
                 saved += tangents
                 grads, input_grads = backward.run(saved)
-        self._tell_found(step._backward_programs[step._missing(tangents)])
+        self._tell_found(program)
         if sets_grads and any(part.flags):
             with agreement.part(text="the hooks of gradients", keeps=True):
                 step.add_to_grads(grads)

@@ -346,7 +346,7 @@ def test_an_output_without_a_gradient_draws_nothing_again(output: int) -> None:
         results.append(torch.rand(3))
     assert same(found, expected)
     (step,) = sharded._graphshard.programs.steps.values()
-    (other,) = (p for missing, p in step._backward_programs.items() if missing)
+    (other,) = (p for missing, (_, p) in step._backwards.items() if missing)
     units = {node.meta["unit"] for node in filter(begins_replay, other.nodes())}
     assert units == {["left", "right"][output]}
 
