@@ -5,7 +5,7 @@ Gloo has no reduce_scatter of its own: `ReduceScatterByExchange` exchanges share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,33 @@ def averaging_by_dtype(
     return by_dtype
 
 
-class ReduceScatter(BoundCollective):
+class _Reduce(BoundCollective):
+    """A reduce over several ranks; `launches` has the messages of each launch."""
+
+    launches: list[list[Message]]
+
+    def __init__(self, group: Group, unit: str, phase: str, operands: Sequence[Operand]) -> None:
+        super().__init__(group, unit, phase, operands)
+        # None of one dimension, as the parts of a message have.
+        shapes = [operand.layout.shard_shape for operand in self.operands]
+        self.shapes = [None if len(shape) == 1 else shape for shape in shapes]
+
+    def views(self, moved: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients in the messages `moved`, each in its shape, padding included."""
+        grads: list[Any] = [None] * len(self.operands)
+        messages = [message for messages in self.launches for message in messages]
+        for message, flat in zip(messages, moved, strict=True):
+            dtype = self.operands[message.indices[0]].dtype
+            parts = [flat.view(dtype) if dtype.is_complex else flat]
+            if message.packed:
+                parts = [*torch.split_with_sizes(parts[0], message.numels)]
+            for i, grad in zip(message.indices, parts, strict=True):
+                shape = self.shapes[i]
+                grads[i] = grad if shape is None else grad.view(shape)
+        return grads
+
+
+class ReduceScatter(_Reduce):
     """Averages full gradients `(d0, ...)` into shards `(ceil(d0/W), ...)`, one per rank.
 
     pack_below: bytes of a gradient's shard below which it is packed with others into one message;
@@ -99,7 +125,6 @@ class ReduceScatter(BoundCollective):
         self.in_rank_order = [
             _in_rank_order(o.layout, i in packed) for i, o in enumerate(self.operands)
         ]
-        self.shapes = [shard_shape_of(o.layout) for o in self.operands]
 
     def given_shape(self, layout: ParamLayout) -> tuple[int, ...]:
         """That of the whole gradient."""
@@ -139,17 +164,7 @@ class ReduceScatter(BoundCollective):
 
     def results(self, pending: Pending) -> list[Tensor]:
         """The averaged shards, padding included."""
-        shards: list[Any] = [None] * len(self.operands)
-        sent_and_received = iter(zip(pending.operands, pending.buffers, strict=True))
-        for messages in self.launches:
-            for message in messages:
-                flat = self.average(*next(sent_and_received))
-                dtype = self.operands[message.indices[0]].dtype
-                parts = split_message(flat, message, dtype)
-                for i, shard in zip(message.indices, parts, strict=True):
-                    shape = self.shapes[i]
-                    shards[i] = shard if shape is None else shard.view(shape)
-        return shards
+        return self.views(map(self.average, pending.operands, pending.buffers))
 
 
 class ReduceScatterByReduce(ReduceScatter):
@@ -178,7 +193,7 @@ class ReduceScatterByReduce(ReduceScatter):
         return received if after == 1 else received.div_(after)
 
 
-class AllReduce(BoundCollective):
+class AllReduce(_Reduce):
     """Averages gradients of replicated parameters, or shards that another reduce returned.
 
     The results have the shapes of the operands. There is one launch per dtype: one message with
@@ -196,7 +211,6 @@ class AllReduce(BoundCollective):
             copied = [i for i in indices if not self.operands[i].own]
             own = [self.message(i) for i in indices if self.operands[i].own]
             self.launches.append([self.message(*copied), *own] if copied else own)
-        self.shapes = [shard_shape_of(o.layout) for o in self.operands]
         self.averaging = averaging_by_dtype(self.operands, group, "AllreduceOptions")
         self.coalesced = averaging_by_dtype(self.operands, group, "AllreduceCoalescedOptions")
 
@@ -230,19 +244,7 @@ class AllReduce(BoundCollective):
             after = self.averaging[flat.dtype].divide_after
             if after != 1:
                 flat.div_(after)
-        return self.views(pending)
-
-    def views(self, pending: Pending) -> list[Tensor]:
-        """The gradients in the messages, each in its shape."""
-        grads: list[Any] = [None] * len(self.operands)
-        messages = [message for messages in self.launches for message in messages]
-        for message, flat in zip(messages, pending.buffers, strict=True):
-            dtype = self.operands[message.indices[0]].dtype
-            parts = split_message(flat, message, dtype)
-            for i, grad in zip(message.indices, parts, strict=True):
-                shape = self.shapes[i]
-                grads[i] = grad if shape is None else grad.view(shape)
-        return grads
+        return self.views(pending.buffers)
 
 
 class AllReduceByCaller(AllReduce):
@@ -308,7 +310,7 @@ class AllReduceByCaller(AllReduce):
 
     def results(self, pending: Pending) -> list[Tensor]:
         """What the function left in the tensors, as views."""
-        return self.views(pending)
+        return self.views(pending.buffers)
 
 
 class LocalReduce(BoundCollective):
@@ -332,18 +334,6 @@ REDUCES: dict[Any, type[BoundCollective]] = {
     ops.all_reduce: AllReduce,
 }
 """The class that runs each reduce over more than one rank; Gloo has others for a reduce_scatter."""
-
-
-def split_message(flat: Tensor, message: Message, dtype: torch.dtype) -> Sequence[Tensor]:
-    """The flat shard of each operand in a message, of `dtype`, as views."""
-    if dtype.is_complex:
-        flat = flat.view(dtype)
-    return torch.split_with_sizes(flat, message.numels) if message.packed else (flat,)
-
-
-def shard_shape_of(layout: ParamLayout) -> tuple[int, ...] | None:
-    """The shape of a padded shard; None if it has one dimension, as the parts of a message do."""
-    return None if len(layout.shard_shape) == 1 else layout.shard_shape
 
 
 def _in_rank_order(layout: ParamLayout, packed: bool) -> Callable[[Tensor], Tensor] | None:

@@ -113,22 +113,20 @@ def copies_of(bindings: Bindings) -> Iterator[Copy]:
         yield Copy("buffer", name, bindings.buffer(name), must_be=True)
 
 
-def differences(bindings: Bindings, leave_out: Collection[str] = ()) -> list[Difference]:
+def differences(
+    bindings: Bindings, leave_out: Collection[str] = (), given: Iterable[Copy] | None = None
+) -> list[Difference]:
     """The tensors whose copies differ, on every rank the same list; one exchange.
 
-    Those named in `leave_out`, the same on every rank, may differ.
+    Those named in `leave_out`, the same on every rank, may differ. `given` are this rank's copies,
+    of the same names on each; None: all of `copies_of`.
     """
-    copies = (copy for copy in copies_of(bindings) if copy.name not in leave_out)
-    return _differences(bindings, copies)
-
-
-def _differences(bindings: Bindings, copies_here: Iterable[Copy]) -> list[Difference]:
-    """See `differences`; `copies_here` gives this rank's copies, of the same names on each."""
     group = bindings.group
     if group.size == 1 or group.backend == "fake":
         return []
     with bindings.agreement.part() as part, torch.no_grad():
-        copies = list(copies_here)
+        here = copies_of(bindings) if given is None else given
+        copies = [copy for copy in here if copy.name not in leave_out]
         part.same += [copy.name for copy in copies]
         sums = [torch.tensor(group.shard.rank, device="cpu"), *map(_sum_of, copies)]
         sent = torch.stack([each.to(group.device) for each in sums])
@@ -184,13 +182,15 @@ def message_of(found: list[Difference], what: str = _DIFFER, advice: str = _MEND
     return f"{what}: {some_of([str(one) for one in found], ', ')}; {advice}"
 
 
-def require_equal(bindings: Bindings, leave_out: Collection[str]) -> None:
-    """Check that all copies are equal."""
-    _require_none(bindings, differences(bindings, leave_out), _DIFFER, _MEND)
-
-
-def _require_none(bindings: Bindings, found: list[Difference], what: str, advice: str) -> None:
-    if found:
+def require_equal(
+    bindings: Bindings,
+    leave_out: Collection[str] = (),
+    given: Iterable[Copy] | None = None,
+    what: str = _DIFFER,
+    advice: str = _MEND,
+) -> None:
+    """Check that there are no `differences`."""
+    if found := differences(bindings, leave_out, given):
         ranks = {one.name: one.ranks for one in found}
         with bindings.agreement.part():  # in which all ranks see that all raise it
             raise ReplicaError(message_of(found, what, advice), ranks)
@@ -207,13 +207,13 @@ def require_one_model(bindings: Bindings, model: nn.Module) -> None:
     whole: list[tuple[str, str, Tensor]] = [("parameter", name, params[name]) for name in names]
     whole += [("buffer", name, buffer) for name, buffer in model.named_buffers()]
     copies = [Copy(what, name, None if value.is_meta else value) for what, name, value in whole]
-    _require_none(
+    require_equal(
         bindings,
-        _differences(bindings, copies),
-        "the ranks came with different weights",
-        "each would train its shard of another model. Pass sync_module_states=True in the policy "
-        "to take rank 0's, or build the model from one seed or checkpoint on all ranks (write "
-        "buffers that shall differ after graphshard.compile)",
+        given=copies,
+        what="the ranks came with different weights",
+        advice="each would train its shard of another model. Pass sync_module_states=True in the "
+        "policy to take rank 0's, or build the model from one seed or checkpoint on all ranks "
+        "(write buffers that shall differ after graphshard.compile)",
     )
 
 
@@ -231,12 +231,12 @@ def require_one_source(bindings: Bindings, values: Mapping[str, Tensor | None]) 
             copies.append(
                 Copy("parameter", shard.layout.fqn, None if own else value, must_be=not own)
             )
-    _require_none(
+    require_equal(
         bindings,
-        _differences(bindings, copies),
-        "the ranks load different weights",
-        "each would keep its shard of another model. Pass one state dict on all ranks, or rank 0's "
-        "alone: load_full_state_dict(state_dict if rank == 0 else None)",
+        given=copies,
+        what="the ranks load different weights",
+        advice="each would keep its shard of another model. Pass one state dict on all ranks, or "
+        "rank 0's alone: load_full_state_dict(state_dict if rank == 0 else None)",
     )
 
 
