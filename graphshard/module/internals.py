@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import graphshard.state as states
 from graphshard.capture.traced_module import EntryPoint
 from graphshard.errors import PolicyError, RuntimeStateError
 from graphshard.module.meta_model import initialize
 from graphshard.module.programs import Programs
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.calls import require_names
 from graphshard.runtime.lowered import Bindings
 from graphshard.runtime.shards import Shard, distinct
@@ -117,7 +119,7 @@ class Unsharded:
     def context(
         self,
         shards: list[Shard],
-        part: Callable[..., AbstractContextManager[Any]],
+        agreement: Agreement,
         *,
         writeback: bool,
         with_grads: bool,
@@ -125,7 +127,7 @@ class Unsharded:
     ) -> Iterator[dict[str, nn.Parameter]]:
         """Gather, yield the twins by name, and split again; see `ShardedModule.unsharded`.
 
-        All ranks meet after each `part`. With `rank0_only` the others gather, and keep nothing.
+        With `rank0_only` the other ranks gather, and keep nothing.
         """
         names = {shard.layout.fqn for shard in shards}
         sharded = _sharded(shards)
@@ -135,29 +137,15 @@ class Unsharded:
         if with_grads:
             self.with_grads |= {shard.layout.fqn for shard in sharded}
         try:
-            failures: list[Exception] = []
+            keeper = states.state_tensors.Keeper()
             for wanted, full in gather_each(_wanted(sharded, with_grads=with_grads)):
-                shard = wanted.shard
-                if not failures and (shard.group.rank == 0 or not rank0_only):
-                    try:
-                        if wanted.grad is None:
-                            twin = self.twin(shard)
-                            opened.append((shard, twin, shard.param))
-                            with torch.no_grad():
-                                twin.untyped_storage().resize_(twin.nbytes)
-                                twin.copy_(full)
-                        else:
-                            full = full.to(shard.local.device, copy=wanted.is_there)
-                            _set_grad(self.twin(shard), full)
-                    except Exception as error:  # told once all is gathered, as others wait for it
-                        failures.append(error)
-            with part():
-                if failures:
-                    raise failures.pop()  # not to be held by this function, which it refers to
+                if wanted.shard.group.rank == 0 or not rank0_only:
+                    keeper.keep(partial(self._fill, wanted, full, opened))
+            keeper.end(agreement)
             for shard, twin, _ in opened:
                 for holder, name in shard.holders:
                     holder[name] = twin
-            with part(keeps=True):
+            with agreement.part(keeps=True):
                 yield FullParameters(shards)
             keep = True
         finally:
@@ -165,6 +153,18 @@ class Unsharded:
                 self._split(shard, twin, param, writeback=writeback and keep, with_grads=with_grads)
             self.open -= names
             self.with_grads -= names
+
+    def _fill(
+        self, wanted: Wanted, full: Tensor, opened: list[tuple[Shard, nn.Parameter, Any]]
+    ) -> None:
+        shard, twin = wanted.shard, self.twin(wanted.shard)
+        if wanted.grad is not None:
+            _set_grad(twin, full.to(shard.local.device, copy=wanted.is_there))
+            return
+        opened.append((shard, twin, shard.param))
+        with torch.no_grad():
+            twin.untyped_storage().resize_(twin.nbytes)
+            twin.copy_(full)
 
     def _split(
         self, shard: Shard, twin: nn.Parameter, param: Any, *, writeback: bool, with_grads: bool

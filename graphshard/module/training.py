@@ -272,7 +272,7 @@ class TrainingMethods(TreeModule):
         try:
             yield from state.unsharded.context(
                 shards,
-                agreement.part,
+                agreement,
                 writeback=writeback,
                 with_grads=with_grads,
                 rank0_only=rank0_only,
@@ -351,9 +351,8 @@ def _as_function(
 
 
 def _kind(param: Tensor) -> tuple[Any, ...]:
-    if not isinstance(param, DTensor):
-        return (None, param.dtype, param.device)
-    return (param.device_mesh, param.dtype, param.device)
+    mesh = param.device_mesh if isinstance(param, DTensor) else None
+    return (mesh, param.dtype, param.device)
 
 
 class GradNorm:
