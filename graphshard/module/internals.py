@@ -18,7 +18,7 @@ from graphshard.module.meta_model import initialize
 from graphshard.module.programs import Programs
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.calls import require_names
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.runtime.whole import Wanted, gather_each
 from graphshard.torch_private import compat as torch_compat

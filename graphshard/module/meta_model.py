@@ -27,7 +27,7 @@ from graphshard.capture.code_walk import in_library
 from graphshard.capture.guards import CONTAINERS, items_of
 from graphshard.capture.traced_module import ORIGINALS
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.torch_private import compat as torch_compat
 
 _OF_ANY_MODULE = frozenset(vars(nn.Module()))

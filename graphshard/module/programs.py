@@ -34,7 +34,7 @@ from graphshard.module.sharded_tree import Changes, training_flags
 from graphshard.program.collective import REDUCED, Mode
 from graphshard.program.pass_protocol import PassLike
 from graphshard.progress import Progress, Stages
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.runtime.resident import ResidentRows
 from graphshard.runtime.shards import distinct
 from graphshard.torch_private import compat as torch_compat

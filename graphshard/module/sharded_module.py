@@ -38,7 +38,7 @@ from graphshard.program.program import Program
 from graphshard.progress import Stages
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group, groups_like, meeting_group
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.runtime.resident import make_shards, watch_state_dicts
 from graphshard.torch_private.trace import load_dynamo
 

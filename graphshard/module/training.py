@@ -24,7 +24,7 @@ from graphshard.program.collective import GRADIENT, SHARD
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.calls import listed
 from graphshard.runtime.group import Group, groups_like, meeting_group, number_of_hosts
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.torch_private import compat as torch_compat
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)

@@ -1,4 +1,4 @@
-"""Lowering: forward or backward of a program becomes Python that ranks run.
+"""Lowering: forward or backward of a program becomes Python that ranks run, bound to their state.
 
 Each communication node becomes a call of a `BoundCollective`, so a step looks nothing up, and the
 generated code reads
@@ -28,7 +28,8 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -45,8 +46,10 @@ from graphshard.program.packing import done_by_gather, reduced_in_place
 from graphshard.program.program import BACKWARD, FORWARD, copy_node, events_of
 from graphshard.program.regions import Region, is_fixed, picks_from, regions_in
 from graphshard.runtime.accumulated import AccumulatedGrads
+from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.codegen import BoxedCodeGen, call_of
 from graphshard.runtime.collectives import BoundCollective, Operand, wait
+from graphshard.runtime.cuda_graphs import GraphPool
 from graphshard.runtime.finite import FiniteReports, probe, probe_masked
 from graphshard.runtime.gather import (
     AllGather,
@@ -67,6 +70,7 @@ from graphshard.runtime.reduce import (
     ReduceScatterByPairExchange,
 )
 from graphshard.runtime.region import Forms, pack
+from graphshard.runtime.shards import Shard
 from graphshard.runtime.streams import bind_transfer
 
 EVENTS = "events"
@@ -77,20 +81,48 @@ number and the name of each."""
 _OPERATOR = re.compile(r"(?<== )torch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 
-def lower(
-    graph: fx.Graph,
-    plan: ShardingPlan,
-    group: Group,
-    accumulated: AccumulatedGrads,
-    reports: FiniteReports,
-    forms: Forms,
-    table: Regions | None = None,
-) -> fx.GraphModule:
+@dataclass
+class Bindings:
+    """The state of a module that its lowered programs read and write.
+
+    group: all ranks.
+    shards: this rank's shards by parameter name.
+    buffers: by buffer name, the dict that holds the module's buffer and its key there.
+    """
+
+    plan: ShardingPlan
+    group: Group
+    shards: Mapping[str, Shard]
+    buffers: Mapping[str, tuple[dict[str, Any], str]]
+    agreement: Agreement
+    accumulated: AccumulatedGrads = field(default_factory=AccumulatedGrads)
+    forms: Forms = field(default_factory=Forms)
+    reports: FiniteReports = field(init=False)
+    graph_pool: GraphPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.graph_pool = GraphPool(self.group.device)
+        self.reports = FiniteReports(self.group)
+
+    def buffer(self, name: str) -> Tensor:
+        """The buffer `name` that the module has now."""
+        holder, leaf = self.buffers[name]
+        return holder[leaf]
+
+    def set_buffer(self, name: str, tensor: Tensor) -> None:
+        """Give the module's buffer `name`, under all its names, another tensor."""
+        before = self.buffer(name)
+        for holder, leaf in self.buffers.values():
+            if holder[leaf] is before:
+                holder[leaf] = tensor
+
+
+def lower(graph: fx.Graph, bindings: Bindings, table: Regions | None = None) -> fx.GraphModule:
     """A module whose `.forward(arguments)` runs `graph`, a forward or backward, on this rank.
 
-    forms: those of all regions that were lowered before; new ones are added.
     table: the program's regions, each of which becomes one call. None: it has none.
     """
+    group = bindings.group
     lowered = fx.Graph()
     new: dict[fx.Node, Any] = {}
     regions = regions_in(graph) if table is not None else []
@@ -107,14 +139,14 @@ def lower(
             skipped.append(named.get(node))
         elif node in ends:
             assert table is not None
-            _call_region(lowered, ends[node], forms, table, new)
+            _call_region(lowered, ends[node], bindings.forms, table, new)
             if group.check:
                 for release in ends[node].releases:
                     poisoned = lowered.node_copy(release, new.__getitem__)
                     poisoned.target = poison
         elif node not in inside:
             copied = new[node] = copy_node(lowered, node, new)
-            _bind(copied, node, plan, group, accumulated, reports, by_gathers)
+            _bind(copied, node, bindings, by_gathers)
             if node.target is ops.release:
                 gather, index = ops.released(node)
                 shard = operands_of(gather)[index]
@@ -191,14 +223,9 @@ def _by_short_names(operators: dict[str, Any], lines: list[str]) -> list[str]:
 
 
 def _bind(
-    copied: fx.Node,
-    node: fx.Node,
-    plan: ShardingPlan,
-    group: Group,
-    accumulated: AccumulatedGrads,
-    reports: FiniteReports,
-    by_gathers: Collection[fx.Node],
+    copied: fx.Node, node: fx.Node, bindings: Bindings, by_gathers: Collection[fx.Node]
 ) -> None:
+    plan, group = bindings.plan, bindings.group
     if node.op == "placeholder":
         # fx writes node names in lower case but arguments unchanged: `b = B` would leave B
         # referring to a value that the code drops as b.
@@ -207,12 +234,12 @@ def _bind(
         copied.target = _bound_collective(node, plan, group, by_gathers)
         copied.kwargs = {}
     elif node.target in (ops.accumulate_grad, ops.add_accumulated):
-        accumulated.bind(copied)
+        bindings.accumulated.bind(copied)
     elif node.target is ops.check_finite:
         copied.target = probe_masked if Check.of_node(node).masked else probe
         copied.kwargs = {}
     elif node.target is ops.report_finite:
-        reports.bind(copied, node)
+        bindings.reports.bind(copied, node)
     elif node.target in ops.RANDOM_STATES:
         bind_random_state(copied, group.device)
     elif ops.is_transfer(node):

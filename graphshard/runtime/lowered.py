@@ -1,10 +1,9 @@
-"""Forward or backward of a program as a rank runs it, and the state that it is bound to."""
+"""Forward or backward of a program as a rank runs it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -12,25 +11,18 @@ import torch
 from torch import Tensor, fx
 
 from graphshard.errors import RuntimeStateError
-from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Regions
 from graphshard.program.cut import GIVEN_BY
 from graphshard.program.program import copy_node
 from graphshard.program.regions import picks_from
 from graphshard.program.sizes import number_of
 from graphshard.program.text import source_line
-from graphshard.runtime.accumulated import AccumulatedGrads
-from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.collectives import BoundCollective
-from graphshard.runtime.cuda_graphs import GraphPool
-from graphshard.runtime.finite import FiniteReports
 from graphshard.runtime.gather import AllGather
-from graphshard.runtime.group import Group
-from graphshard.runtime.lower import EVENTS, lower, module_of, phase_of
+from graphshard.runtime.lower import EVENTS, Bindings, lower, module_of, phase_of
 from graphshard.runtime.reduce import require_reducible
-from graphshard.runtime.region import Form, Forms, RegionCall, pack
-from graphshard.runtime.shards import Shard
+from graphshard.runtime.region import Form, RegionCall, pack
 from graphshard.torch_private.compat import named_range, profiler_check
 from graphshard.torch_private.kernels import stated_results
 
@@ -221,42 +213,6 @@ def _marked(graph: fx.Graph, ranges: _Ranges) -> fx.Graph:
 Runner = Callable[[list[Any]], Any]
 
 
-@dataclass
-class Bindings:
-    """The state of a module that its lowered programs read and write.
-
-    group: all ranks.
-    shards: this rank's shards by parameter name.
-    buffers: by buffer name, the dict that holds the module's buffer and its key there.
-    """
-
-    plan: ShardingPlan
-    group: Group
-    shards: Mapping[str, Shard]
-    buffers: Mapping[str, tuple[dict[str, Any], str]]
-    agreement: Agreement
-    accumulated: AccumulatedGrads = field(default_factory=AccumulatedGrads)
-    forms: Forms = field(default_factory=Forms)
-    reports: FiniteReports = field(init=False)
-    graph_pool: GraphPool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.graph_pool = GraphPool(self.group.device)
-        self.reports = FiniteReports(self.group)
-
-    def buffer(self, name: str) -> Tensor:
-        """The buffer `name` that the module has now."""
-        holder, leaf = self.buffers[name]
-        return holder[leaf]
-
-    def set_buffer(self, name: str, tensor: Tensor) -> None:
-        """Give the module's buffer `name`, under all its names, another tensor."""
-        before = self.buffer(name)
-        for holder, leaf in self.buffers.values():
-            if holder[leaf] is before:
-                holder[leaf] = tensor
-
-
 class LoweredGraph:
     """Forward or backward of a program, lowered.
 
@@ -266,15 +222,7 @@ class LoweredGraph:
 
     def __init__(self, graph: fx.Graph, bindings: Bindings, regions: Regions | None) -> None:
         require_reducible(graph, bindings.group)
-        self.module = lower(
-            graph,
-            bindings.plan,
-            bindings.group,
-            bindings.accumulated,
-            bindings.reports,
-            bindings.forms,
-            regions,
-        )
+        self.module = lower(graph, bindings, regions)
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         self._check = bindings.group.check
         self._here = bindings.group.here

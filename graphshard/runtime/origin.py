@@ -197,15 +197,9 @@ def _run_again(
     may_hold = {node.name for node in may_hold_infinities(program)}
 
     def run(graph: fx.Graph, args: Sequence[Any]) -> Any:
-        module = lower(
-            graph,
-            bindings.plan,
-            bindings.group,
-            bindings.accumulated,
-            bindings.reports,
-            bindings.forms,
+        return _Looking(lower(graph, bindings), may_hold, bad).run(
+            *args, enable_io_processing=False
         )
-        return _Looking(module, may_hold, bad).run(*args, enable_io_processing=False)
 
     args = step.forward_args(replay.inputs)
     for place, value in replay.overwritten.items():

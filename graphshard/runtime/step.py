@@ -25,8 +25,8 @@ from graphshard.program.sizes import Sizes
 from graphshard.progress import Progress, Stages
 from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
-from graphshard.runtime.lower import put_back_on_error
-from graphshard.runtime.lowered import Bindings, LoweredGraph
+from graphshard.runtime.lower import Bindings, put_back_on_error
+from graphshard.runtime.lowered import LoweredGraph
 from graphshard.runtime.origin import Replay, overwritten_by, tell
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard

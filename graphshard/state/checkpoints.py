@@ -23,7 +23,7 @@ from graphshard.errors import CheckpointError
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.cuda_graphs import wait_before_the_end
 from graphshard.runtime.group import Group
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.state.dcp import (
     StoredCheckpoint,
     coordinating,

@@ -34,6 +34,7 @@ from torch.futures import Future
 
 from graphshard.errors import CheckpointError
 from graphshard.plain_data import shown
+from graphshard.runtime.calls import first_line
 from graphshard.state.archive import ArchiveError, ForeignError, load_part
 from graphshard.state.files import is_inside
 from graphshard.state.manifest import METADATA, Manifest, manifest_of
@@ -274,8 +275,8 @@ def cause_of(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = sorted(failures.items())[0]
-        return f"{_first_line(cause)} (on rank {rank})"
-    return _first_line(error)
+        return f"{first_line(cause)} (on rank {rank})"
+    return first_line(error)
 
 
 def forget_frames(error: BaseException) -> None:
@@ -287,10 +288,6 @@ def forget_frames(error: BaseException) -> None:
     failures = getattr(error, "failures", None) or {}
     for each in (error, *(cause for cause, _ in failures.values())):
         traceback.clear_frames(each.__traceback__)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphshard.errors import CheckpointError, FingerprintError
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.state.files import Region, Shapes, open_files
 from graphshard.state.replicas import require_one_source
 from graphshard.state.state_tensors import (

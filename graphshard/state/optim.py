@@ -22,7 +22,7 @@ from graphshard.errors import CheckpointError
 from graphshard.format import some_of
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.state.replicas import checksum
 from graphshard.state.state_tensors import (
     Keeper,

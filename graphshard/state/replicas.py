@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import CollectiveError, PolicyError, ReplicaError
 from graphshard.format import some_of
 from graphshard.runtime.calls import require_names
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.runtime.resident import ResidentShard, words_of
 from graphshard.runtime.shards import distinct
 

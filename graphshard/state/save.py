@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import CheckpointError
 from graphshard.format import bytes_in, human_bytes
 from graphshard.runtime.agreement import Agreement
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.runtime.whole import Packed, Wanted, padded
 from graphshard.state.files import Shapes, Target, TargetFiles
 from graphshard.state.state_tensors import (

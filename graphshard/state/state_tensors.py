@@ -19,7 +19,7 @@ from graphshard.errors import CheckpointError, RuntimeStateError
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime.agreement import Agreement
 from graphshard.runtime.group import Group
-from graphshard.runtime.lowered import Bindings
+from graphshard.runtime.lower import Bindings
 from graphshard.runtime.shards import Shard, distinct
 from graphshard.state.files import Region
 from graphshard.torch_private import compat as torch_compat
