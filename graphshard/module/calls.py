@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any, NoReturn
@@ -214,7 +214,7 @@ class CallMethods(TreeModule):
             part.same += loans.lines
         state.ready, state.lent = False, True
         try:
-            with loans.lent(agreement.part) as model:
+            with loans.lent() as model:
                 yield model
         finally:
             state.ready, state.lent = True, False
@@ -289,8 +289,6 @@ def _has_tensors(value: Any) -> bool:
 # -- on gathered parameters ------------------------------------------------------------------------
 
 
-Part = Callable[..., AbstractContextManager[Any]]
-
 Place = tuple[dict[str, Any], str]
 
 
@@ -325,8 +323,8 @@ class Gathered:
         self.lines = [f"gathered for each forward: {', '.join(self._streamed) or 'nothing'}"]
 
     @contextmanager
-    def lent(self, part: Part) -> Iterator[nn.Module]:
-        """Yield the model with parameters and buffers in place; ranks meet after each `part`."""
+    def lent(self) -> Iterator[nn.Module]:
+        """Yield the model with parameters and buffers in place; ranks meet at the end."""
         model, flags = self._model, training_flags(self._root)
         requires_grad = {n: s.param.requires_grad for n, s in self._state.bindings.shards.items()}
         with ExitStack() as stack:
@@ -334,13 +332,14 @@ class Gathered:
             tables = ModuleTables(model)
             stack.callback(tables.restore)
             stack.enter_context(cast_at_units(model, self._state.bindings.plan.precisions))
-            stack.callback(self._take_back)
+            loans = [loan for each in (*self._units.values(), self._ignored) for loan in each]
+            stack.callback(self._take_back, loans)
             buffers = self._lend_buffers()
             kept = [each for fqn, each in self._units.items() if fqn not in self._streamed]
             _lend([loan for loans in (*kept, self._ignored) for loan in loans])
             for fqn in self._streamed:
-                self._stream(fqn, part, stack)
-            with part(keeps=True):
+                self._stream(fqn, stack)
+            with self._state.bindings.agreement.part(keeps=True):
                 try:
                     yield model
                 except (RuntimeError, NotImplementedError) as error:
@@ -358,7 +357,7 @@ class Gathered:
                         f"{some_of(different)}, which the sharded module cannot take over; do so "
                         "on the model before compiling it"
                     )
-                self._take_back()
+                self._take_back(loans)
                 if self._lost:
                     raise RuntimeStateError(
                         f"code on gathered parameters {self._lost[0]}, which would be lost: it "
@@ -368,7 +367,7 @@ class Gathered:
 
     # -- parameters -----------------------------------------------------------------------------
 
-    def _stream(self, fqn: str, part: Part, stack: ExitStack) -> None:
+    def _stream(self, fqn: str, stack: ExitStack) -> None:
         """Gather the unit `fqn` before each forward of its module, and free it after."""
         module, loans = self._modules[fqn], self._units[fqn]
         running = 0
@@ -377,7 +376,7 @@ class Gathered:
             nonlocal running
             running += 1
             if running == 1:
-                with part(waits=False) as mine:
+                with self._state.bindings.agreement.part(waits=False) as mine:
                     mine.same.append(f"gathers {fqn}")
                 _lend(loans)
 
@@ -385,15 +384,14 @@ class Gathered:
             nonlocal running
             running -= 1
             if running == 0:
-                self._lost += [text for loan in loans if (text := loan.take_back())]
+                self._take_back(loans)
 
         hook = module.register_forward_pre_hook(before, prepend=True)
         stack.callback(hook.remove)
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
-    def _take_back(self) -> None:
-        for loans in (*self._units.values(), self._ignored):
-            self._lost += [text for loan in loans if (text := loan.take_back())]
+    def _take_back(self, loans: Sequence[_Loan]) -> None:
+        self._lost += [text for loan in loans if (text := loan.take_back())]
 
     # -- buffers and flags ----------------------------------------------------------------------
 

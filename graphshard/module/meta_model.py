@@ -27,6 +27,7 @@ from graphshard.capture.code_walk import in_library
 from graphshard.capture.guards import CONTAINERS, items_of
 from graphshard.capture.traced_module import ORIGINALS
 from graphshard.errors import RuntimeStateError
+from graphshard.runtime.collectives import poison_of
 from graphshard.runtime.lower import Bindings
 from graphshard.torch_private import compat as torch_compat
 
@@ -311,21 +312,14 @@ def _run(fqn: str, module: nn.Module, calls: list[Initializer]) -> None:
 
 
 def _without_values(meta: Tensor, device: torch.device) -> Tensor:
-    tensor = torch.full_like(meta, _missing(meta.dtype), device=device)
+    tensor = torch.full_like(meta, poison_of(meta.dtype), device=device)
     return nn.Parameter(tensor, meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
-
-
-def _missing(dtype: torch.dtype) -> float | int | bool:
-    """The number that stands for "no value yet"."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 def _take(place: _Place, full: Tensor, bindings: Bindings) -> None:
     """Keep this rank's part of a parameter, or a whole buffer."""
     exact = full.dtype.is_floating_point or full.dtype.is_complex
-    left = full.isnan().any() if exact else (full == _missing(full.dtype)).all()
+    left = full.isnan().any() if exact else (full == poison_of(full.dtype)).all()
     if full.numel() and bool(left) and (exact or full._version == 0):
         raise RuntimeStateError(
             f"{place.name!r} was left without values: give {place.module_class} a "

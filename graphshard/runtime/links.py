@@ -10,7 +10,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median, quantiles
 from typing import Any, Protocol
 
@@ -274,7 +273,9 @@ def ring_lines(
     A call costs at least what one more tensor costs: where timings are disturbed, the two could not
     be told apart, and a call that costs nothing makes it worthless to merge small ones.
     """
-    fitted = fitted_lines(moves, timings, partial(_ring, ranks))
+    # The hops, the call with its tensors, and the bytes that pass a rank.
+    hops, passing = ranks - 1, (ranks - 1) / ranks
+    fitted = fitted_lines(moves, timings, lambda m: (hops, 1 + m.tensors, passing * m.size))
     return {
         f"{op}{ending}": (hop + tensor / (ranks - 1), tensor, byte)
         for op, (hop, tensor, byte) in fitted.items()
@@ -403,11 +404,6 @@ class TimedCollective:
         """Launch and finish it, `times` times."""
         for _ in range(times):
             self.finish(self.start())
-
-
-def _ring(ranks: int, benchmark: TimedCollective) -> Sequence[float]:
-    """Return the hops, the call with its tensors, and the bytes that pass a rank."""
-    return ranks - 1, 1 + benchmark.tensors, (ranks - 1) / ranks * benchmark.size
 
 
 def fitted_lines(

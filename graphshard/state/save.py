@@ -123,7 +123,7 @@ def save_safetensors(
         }
         part.same += [gathered_line(name, state_tensors[name].tensor) for name in order]
     values = (
-        (name, _cast(gather_full(state_tensors[name].tensor, group), tensors[name][1]))
+        (name, partial(gather_full(state_tensors[name].tensor, group).to, tensors[name][1]))
         for name in order
     )
     return write_values(
@@ -171,10 +171,6 @@ def write_values(
         files.abandon()
         raise
     return written
-
-
-def _cast(full: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-    return lambda: full.to(dtype)
 
 
 def _write(files: TargetFiles, name: str, make: Callable[[], Tensor]) -> None:

@@ -364,12 +364,8 @@ def random_states(group: Group) -> dict[str, Any]:
 def random_staging(stored: StoredCheckpoint, group: Group) -> dict[str, Any]:
     """Memory for the states that this rank takes: its own, or those of rank 0."""
     saved = _saved(stored)
-    keys = saved.get(group.rank, saved.get(0, {})).values()
-    staging: dict[str, Any] = {}
-    for key in keys:
-        entry = stored.tensor(key)
-        staging[key] = None if entry is None else empty_like(entry)
-    return staging
+    entries = {k: stored.tensor(k) for k in saved.get(group.rank, saved.get(0, {})).values()}
+    return {key: None if entry is None else empty_like(entry) for key, entry in entries.items()}
 
 
 def checked_states(
