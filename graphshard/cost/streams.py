@@ -40,13 +40,8 @@ def stream_of(node: fx.Node) -> str:
     return TO_HOST if node.target is ops.to_host else COMPUTE
 
 
-def node_seconds(
-    node: fx.Node, program: Program, hardware: Hardware, *, tf32: bool = False
-) -> float:
-    """Seconds that `node` occupies its stream, with nothing else on it; 0.0 for nodes without work.
-
-    `tf32` says whether float32 products run in TF32.
-    """
+def node_seconds(node: fx.Node, program: Program, hardware: Hardware) -> float:
+    """Seconds that `node` occupies its stream, with nothing beside it; 0.0 for one without work."""
     if ops.is_collective(node):
         shape = shape_of(node, program, hardware.gpus_per_node)
         op, tensors = ops.OPS[node.target], len(operands_of(node))
@@ -64,7 +59,7 @@ def node_seconds(
         return collective_seconds("all_gather", 8 * shape.size, shape, hardware)
     if ops.op_name(node) is not None:
         return 0.0
-    return op_cost(node).seconds(hardware, tf32=tf32)
+    return op_cost(node).seconds(hardware)
 
 
 class NodeCost(NamedTuple):

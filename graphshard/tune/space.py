@@ -356,8 +356,9 @@ class Space:
         last = self.blocks.fqns[-1:] if chosen.issuperset(self.blocks.fqns) else ()
         for strategy in strategies:
             if not strategy.frees_after_forward:
-                if self._matches(False if self._is(False) else None, False):
-                    yield Sharding(strategy, False if self._is(False) else None)
+                keeps = False if self.auto.reshard_after_forward is False else None
+                if self._matches(keeps, False):
+                    yield Sharding(strategy, keeps)
                 continue
             for reshard in self._reshards():
                 for root in (False, True):
@@ -366,9 +367,6 @@ class Space:
                     yield Sharding(strategy, reshard, root)
                     if last and reshard is None and is_auto(self.auto.reshard_after_forward):
                         yield Sharding(strategy, reshard, root, kept_blocks=1)
-
-    def _is(self, value: Any) -> bool:
-        return self.auto.reshard_after_forward is value
 
     def _reshards(self) -> list[bool | int | None]:
         """Values of `reshard_after_forward` under a strategy that frees parameters."""
