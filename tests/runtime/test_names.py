@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 import graphshard
 from graphshard.cost.against_trace import compare_trace
 from graphshard.errors import RuntimeStateError
-from graphshard.runtime.gather import AllGather
+from graphshard.runtime import gather
 from graphshard.runtime.lowered import LoweredGraph, NamedRun
 
 
@@ -130,7 +130,7 @@ def a_range_ends_where_a_half_fails(rank: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         file = Path(folder) / "trace.json"
 
-        def fail(*_: Any) -> None:
+        def fail(*_: Any, **__: Any) -> None:
             raise RuntimeStateError("on purpose")
 
         def step() -> None:
@@ -138,7 +138,7 @@ def a_range_ends_where_a_half_fails(rank: int) -> None:
                 pass
 
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            patch.setattr(AllGather, "free", fail)
+            patch.setattr(gather, "release_for", fail)
             with pytest.raises(RuntimeStateError, match="on purpose"):
                 sharded(*tokens)
             step()
