@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from graphshard.errors import CheckpointError
 from graphshard.state.dcp import open_checkpoint, read_entries
-from graphshard.state.dcp_write import CommittingWriter, RankZeroFirst
+from graphshard.state.dcp_write import CommittingWriter
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -78,7 +77,7 @@ def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer])
     A checkpoint that is there stays whole until the new one replaces it.
     """
     writer = CommittingWriter(path, dist.get_world_size() if dist.is_initialized() else 1)
-    save(_sharded(module, optimizers), storage_writer=writer, planner=RankZeroFirst())
+    writer.save(_sharded(module, optimizers), None)
 
 
 def load_sharded(
