@@ -1,58 +1,20 @@
-"""The rules of streams, events and memory that other tests rely on; on GPUs they hold as well."""
+"""The rules of memory, draws and errors that other tests rely on; on GPUs they hold as well."""
 
 from __future__ import annotations
 
-import ctypes
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 from ranks import is_made_up
-from torch import Tensor
 
 pytestmark = pytest.mark.cuda
 
 
-@pytest.fixture
-def unreported() -> Iterator[None]:
-    """What a stream has not waited for is no error of the device."""
-    runtime = ctypes.CDLL(None)
-    if is_made_up():
-        runtime.cuda_on_cpu_report_races(False)
-    yield
-    if is_made_up():
-        runtime.cuda_on_cpu_report_races(True)
-
-
 LONG = 200_000_000
 """Cycles: 0.1 s or more."""
-
-
-def ones() -> Tensor:
-    x = torch.ones(1000, device="cuda")
-    torch.cuda.synchronize()
-    return x
-
-
-def slow_fill(x: Tensor, stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Fill `x` with 2, late, on a stream; the event behind it."""
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LONG)
-        x.fill_(2.0)
-    return stream.record_event()
-
-
-def test_a_stream_waits_for_an_event_and_the_host_does_not() -> None:
-    x, (slow, other) = ones(), (torch.cuda.Stream(), torch.cuda.Stream())
-    other.wait_event(slow_fill(x, slow))
-    with torch.cuda.stream(other):
-        y = x.clone()
-    assert not slow.query()
-    other.synchronize()
-    assert y.eq(2.0).all()
 
 
 MISSING_WAIT = """
@@ -84,44 +46,6 @@ def test_a_missing_wait_is_reported_with_both_lines() -> None:
     )
 
 
-@pytest.mark.usefixtures("unreported")
-def test_a_missing_wait_reads_what_was_there_before() -> None:
-    x, (slow, other) = ones(), (torch.cuda.Stream(), torch.cuda.Stream())
-    slow_fill(x, slow)
-    with torch.cuda.stream(other):
-        y = x.clone()
-    torch.cuda.synchronize()
-    assert y.eq(1.0).all()
-
-
-def test_an_event_stands_for_its_last_record() -> None:
-    x, slow = ones(), torch.cuda.Stream()
-    event = slow_fill(x, slow)
-    other = torch.cuda.Stream()
-    other.record_event(event)  # of a stream without work
-    event.synchronize()
-    assert not slow.query()
-    slow.synchronize()
-
-
-@pytest.mark.usefixtures("unreported")
-@pytest.mark.parametrize("recorded", [True, False])
-def test_memory_that_another_stream_still_reads(recorded: bool) -> None:
-    x, side = torch.ones(1 << 20, device="cuda"), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(LONG)
-        y = x.clone()
-    if recorded:
-        x.record_stream(side)
-    address = x.data_ptr()
-    del x
-    z = torch.full((1 << 20,), 7.0, device="cuda")
-    torch.cuda.synchronize()
-    assert (z.data_ptr() == address) is not recorded
-    assert y.eq(1.0 if recorded else 7.0).all()
-
-
 def test_new_memory_is_poisoned() -> None:
     if not is_made_up():
         pytest.skip("a GPU's memory holds what was there before")
@@ -145,15 +69,6 @@ def test_a_pinned_copy_is_asynchronous_and_a_pageable_one_reads_at_once() -> Non
         source.fill_(2.0)
         torch.cuda.synchronize()
         assert x.eq(2.0 if pinned else 1.0).all()
-
-
-def test_a_copy_to_pinned_memory_needs_a_wait() -> None:
-    x, host = ones(), torch.zeros(1000, pin_memory=True)
-    torch.cuda._sleep(LONG)
-    host.copy_(x, non_blocking=True)
-    assert host.eq(0.0).all()
-    torch.cuda.synchronize()
-    assert host.eq(1.0).all()
 
 
 def test_draws_are_those_of_seed_and_offset() -> None:
