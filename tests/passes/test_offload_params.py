@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy_programs as toys
-from torch import fx, nn
+from torch import nn
 from toy_programs import offloaded
 
 import graphshard
@@ -19,7 +19,7 @@ from graphshard.passes.offload_params import OffloadParams
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.policy.units import Policy
 from graphshard.program import ops
-from graphshard.program.program import BACKWARD, Event, Program
+from graphshard.program.program import Program
 from graphshard.program.text import schedule_text
 
 PARAMS = "params"
@@ -54,44 +54,6 @@ def test_parameters_come_and_gradients_go_and_the_values_stay(
 def test_schedule(golden: Callable[[str, str], None], offload: Any) -> None:
     name = "params" if offload == PARAMS else "both"
     golden(f"schedule_offload_{name}.txt", schedule_text(offloaded(toys.blocks, offload)[0]))
-
-
-def test_a_shard_is_copied_a_step_before_its_gather() -> None:
-    program, _ = offloaded(toys.blocks, PARAMS)
-    schedule = program.schedule()
-    for phase, unit, before in (
-        ("forward", "layers.1", "layers.0"),
-        ("forward", "layers.2", "layers.1"),
-        ("backward", "layers.0", "layers.2"),  # its gather is itself a step ahead
-    ):
-        at = schedule.index(Event("to_device", unit, phase))
-        assert schedule[at + 1] == Event("compute", before, phase)
-        assert schedule.index(Event("arrive", unit, phase)) > at + 1
-
-
-def goes_to_host(node: fx.Node) -> bool:
-    if node.target is ops.arrive:
-        (node,) = node.all_input_nodes
-    return node.target is ops.to_host
-
-
-def test_gradients_arrive_when_the_next_ones_are_sent() -> None:
-    program, _ = offloaded(toys.blocks, PARAMS)
-    events = [
-        (event.op, event.unit)
-        for event, nodes in program.timeline()
-        if event.phase == BACKWARD and goes_to_host(nodes[0])
-    ]
-    assert events == [
-        ("to_host", "layers.2"),
-        ("arrive", "layers.2"),
-        ("to_host", "layers.1"),
-        ("arrive", "layers.1"),
-        ("to_host", "layers.0"),
-        ("arrive", "layers.0"),
-        ("to_host", ""),
-        ("arrive", ""),
-    ]
 
 
 def test_the_pass_runs_once() -> None:

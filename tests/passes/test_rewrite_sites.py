@@ -202,23 +202,6 @@ def test_a_parameter_of_a_unit_that_never_runs_in_forward() -> None:
         toys.run_passes(program, plan, toys.default_passes(plan.policy))
 
 
-def test_only_used_parameters_are_gathered_only_trainable_ones_reduced() -> None:
-    program, _ = toys.rewritten(toys.odd_params)
-    assert gathered(program) == [
-        ("embed.weight",),
-        ("a.up.weight", "a.down.weight"),
-        ("b.up.weight", "b.down.weight"),
-        ("b.up.weight", "b.down.weight"),
-        ("a.up.weight", "a.down.weight"),
-    ]
-    assert gathered(program, ops.reduce_scatter) == [
-        ("b.down.weight",),
-        ("a.up.weight", "a.down.weight"),
-        ("embed.weight",),
-    ]
-    assert gathered(program, ops.all_reduce) == [("a.gain",), ("gain",)]
-
-
 def captured_blocks() -> tuple[Program, ShardingPlan]:
     program = toys.blocks()
     plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks])

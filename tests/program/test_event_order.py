@@ -53,46 +53,10 @@ def test_schedule_is_as_observed(name: str) -> None:
     assert events(program) == expected
 
 
-def test_waits_stand_right_before_first_use_and_next_reduce() -> None:
-    program, _ = toys.rewritten(toys.blocks)
-    assert events(program, waits=True).split(" | ")[1] == (
-        "AG:2 Bh AG:1 WAIT:2 B2 FREE:2 RS:2 "
-        "AG:0 WAIT:1 B1 FREE:1 WAIT:2 RS:1 "
-        "WAIT:0 B0 FREE:0 WAIT:1 RS:0 "
-        "WAIT:0 FREE:root RS:root WAIT:root"
-    )
-
-
 def test_forward_prefetch_goes_as_far_ahead_as_asked() -> None:
     program, _ = toys.rewritten(toys.blocks, Policy(forward_prefetch=2))
     assert events(program).split(" | ")[0] == (
         "AG:root AG:0 AG:1 AG:2 F0 FREE:0 F1 FREE:1 F2 FREE:2"
-    )
-
-
-def test_forward_only_frees_everything_the_root_last() -> None:
-    program, _ = toys.rewritten(toys.blocks, grad=False)
-    assert events(program) == ("AG:root AG:0 F0 FREE:0 AG:1 F1 FREE:1 AG:2 F2 FREE:2 FREE:root")
-
-
-def test_no_shard_only_reduces() -> None:
-    program, _ = toys.rewritten(toys.blocks, Policy(strategy="NO_SHARD"))
-    assert events(program) == "F0 F1 F2 | Bh B2 AR:2 B1 AR:1 B0 AR:0 AR:root"
-
-
-def test_shared_block_is_gathered_once_per_contiguous_run_and_reduced_once() -> None:
-    program, _ = toys.rewritten(toys.shared_block)
-    assert events(program) == (
-        "AG:root AG:block Fblock FREE:block FREE:root | AG:block Bh Bblock FREE:block RS:block "
-        "RS:root"
-    )
-
-
-def test_block_used_around_another_is_gathered_for_each_run_and_reduced_once() -> None:
-    program, _ = toys.rewritten(toys.back_and_forth)
-    assert events(program) == (
-        "AG:root AG:a Fa FREE:a AG:b Fb FREE:b AG:a Fa FREE:a FREE:root | "
-        "AG:a AG:b Ba FREE:a AG:a Bb FREE:b RS:b Ba FREE:a RS:a RS:root"
     )
 
 
