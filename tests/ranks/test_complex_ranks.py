@@ -1,4 +1,4 @@
-"""Complex parameters: optimizers, clipping, infinities, and as `fully_shard` trains them.
+"""Complex parameters: optimizers, clipping and infinities.
 
 Every option takes them in `test_option_matrix_ranks.py`, whose model has some, and their state goes
 out and back in `test_state_layouts.py`.
@@ -19,7 +19,6 @@ from loops import OneProcess, exact, same_grads, same_params
 from ranks import on_ranks
 from state_checks import full_state
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 import graphshard
@@ -83,10 +82,10 @@ class Operator(nn.Module):
         return self.drop(self.layers(self.lift(x))).square().mean()
 
 
-def operator(kind: Callable[[], nn.Module] = Operator) -> nn.Module:
+def operator() -> nn.Module:
     """On more than two ranks without training what has no dims: its sum has another order."""
     torch.manual_seed(0)
-    model = kind()
+    model = Operator()
     for param in model.parameters():
         param.requires_grad_(bool(param.ndim) or not dist.is_initialized() or exact())
     return model
@@ -248,32 +247,6 @@ def predicted_bytes_live(rank: int) -> None:
             assert not told.endswith("WRONG"), told
 
 
-# -- as fully_shard -------------------------------------------------------------------------------
-
-
-class OfOneDtype(Operator):
-    """Its spectra are units of one dtype, which are all that `fully_shard` takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for layer in self.layers:
-            layer.spectrum.wide = nn.Parameter(layer.spectrum.wide.detach().cfloat())
-
-
-def as_fully_shard(rank: int) -> None:
-    """In gradients; what torch's optimizers write into the uneven shards of a vector is lost."""
-    ours = graphshard.compile(operator(OfOneDtype), graphshard.BlockPolicy({Spectrum}))
-    theirs = operator(OfOneDtype)
-    for layer in theirs.layers:
-        fully_shard(layer.spectrum)
-    assert torch.equal(_loss(ours, rank, 0), _loss(theirs, rank, 0))
-    expected = full_grads(theirs)
-    found = {name: g for name, g in full_grads(ours).items() if ".spectrum." in name}
-    assert len(found) == 6
-    for name, grad in found.items():
-        assert torch.equal(grad, expected[name]), name
-
-
 # -- state ----------------------------------------------------------------------------------------
 
 
@@ -299,7 +272,6 @@ ON_TWO = [
     predicted_bytes_live,
     compiled,
 ]
-test_quickly_on_two_ranks = on_ranks([as_fully_shard], 2)
 test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=400))
 
 
