@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import graphshard
 from graphshard.capture.entry import capture
 from graphshard.errors import GraphshardError
-from graphshard.program.cut import cut, cut_backward
+from graphshard.program.cut import cut
 from graphshard.program.program import Program
 
 
@@ -144,17 +144,6 @@ def captured() -> Program:
     return capture(model, (torch.randn(5, 4),)).program
 
 
-def test_halves_hold_their_own_phase() -> None:
-    program = captured()
-    halves = cut(program)
-    assert halves.backward is not None
-    forward = [n.name for n in halves.forward.nodes if n.op == "call_function"]
-    backward = [n.name for n in halves.backward.nodes if n.op == "call_function"]
-    whole = [n.name for n in program.nodes()]
-    assert sorted(forward + backward) == sorted(whole)
-    assert forward == [n for n in whole if n in set(forward)]
-
-
 def test_what_crosses_is_what_backward_reads() -> None:
     halves = cut(captured())
     assert halves.backward is not None
@@ -165,20 +154,6 @@ def test_what_crosses_is_what_backward_reads() -> None:
     assert all(n.users for n in placeholders)
     outputs, mutations, tensors, others = halves.forward.output_node().args[0]
     assert [len(outputs), len(mutations), len(tensors), len(others)] == [1, 3, len(crossing) - 1, 1]
-
-
-def test_the_cut_of_a_copy_fits_the_forward_of_the_original() -> None:
-    program = captured()
-    halves = cut(program)
-    again = cut_backward(program.copy(), halves.crossings)
-    assert str(again) == str(halves.backward)
-
-
-def test_forward_only_programs_have_no_backward() -> None:
-    program = capture(nn.Linear(4, 3), (torch.randn(2, 4),), grad=False).program
-    halves = cut(program)
-    assert halves.backward is None
-    assert halves.crossings == ()
 
 
 def test_what_a_mutation_overwrites_is_kept_as_a_copy() -> None:
