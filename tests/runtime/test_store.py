@@ -79,13 +79,6 @@ def said(meeting: Meetings, key: str) -> bytes:
     return meeting.decide(key, f"rank {meeting.rank}".encode(), b", ".join)
 
 
-def test_all_ranks_hear_what_rank_0_makes_of_all() -> None:
-    meetings = made(HashStore(), 3)
-    for turn in range(3):
-        heard = on_all(meetings, lambda meeting, key=str(turn): said(meeting, key))
-        assert heard == [b"rank 0, rank 1, rank 2"] * 3
-
-
 def test_the_number_of_operations_does_not_grow_with_the_ranks() -> None:
     numbers = []
     for size in (4, 40):
