@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from full_tensors import full
 from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params, same_step
-from models import Block, Odd, TiedGPT, features_of, tokens_of
+from models import Block, Odd, TiedGPT, features_of, gpt2, tokens_of
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,14 +24,10 @@ from graphshard.errors import PolicyError, RuntimeStateError
 
 def lora_model() -> nn.Module:
     from peft import LoraConfig, get_peft_model
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=67, n_positions=32, n_embd=24, n_layer=2, n_head=2, use_cache=False
-    )
     lora = LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.0, fan_in_fan_out=True)
-    model = get_peft_model(GPT2LMHeadModel(config), lora).train()
+    model = get_peft_model(gpt2(use_cache=False), lora).train()
     for name, param in model.named_parameters():
         if "lora_B" in name:  # zero at first, so that A would get no gradient
             nn.init.normal_(param, std=0.1)

@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from state_checks import assert_same, full_state, on_meta, refuses, seeded, shared_folder
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import LlamaForCausalLM
 
 import graphshard
 from graphshard.errors import CheckpointError, RuntimeStateError
@@ -33,25 +26,20 @@ SMALL = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 
 def llama() -> nn.Module:
     """Its rotary embedding is a buffer that no checkpoint has."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads))
+    return models.llama(vocab_size=64, hidden_size=32, intermediate_size=48)
 
 
 def gpt2() -> nn.Module:
     """Tied, and with a prefix."""
-    return GPT2LMHeadModel(GPT2Config(**SMALL))
+    return models.gpt2(**SMALL)
 
 
 def gpt2_base() -> nn.Module:
-    return GPT2Model(GPT2Config(**SMALL))
+    return models.of_transformers("GPT2", "Model", **SMALL)
 
 
-def t5() -> nn.Module:
-    """An embedding under three names."""
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    ids = {"decoder_start_token_id": 0, "pad_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, **ids))
+t5 = models.CASES["t5"].build
+"""An embedding under three names."""
 
 
 def batch() -> dict[str, Any]:
