@@ -1,4 +1,7 @@
-"""State under each layout, of complex parameters too: out, into a model from meta, and on."""
+"""State under each layout, of complex parameters too: out, into a model from meta, and on.
+
+What is saved is a copy, in the background too.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from full_tensors import full
+from full_tensors import full_grads
 from models import features_of
 from ranks import on_ranks
-from state_checks import assert_same, full_state, on_meta, seeded, shared_folder
+from state_checks import assert_same, flat, full_state, on_meta, seeded, shared_folder
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graphshard
+from graphshard.policy.strategy import Strategy
 
 
 class Wide(nn.Module):
@@ -51,8 +55,11 @@ def step(module: nn.Module, optim: torch.optim.Optimizer) -> None:
 
 
 def moments(module: graphshard.ShardedModule, optim: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = module.optimizer_state_dict(optim)["state"]
-    return {f"{n}/{k}": full(v).clone() for n, e in state.items() for k, v in e.items()}
+    return flat(module.optimizer_state_dict(optim))
+
+
+def mesh_of(shape: tuple[int, int] | None) -> DeviceMesh | None:
+    return shape and init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 def survives(sharded: Any, make: Callable[[], graphshard.ShardedModule]) -> None:
@@ -103,8 +110,7 @@ class Survives:
         self.__name__, self.own, self.mesh, self.into = name, own, mesh, into
 
     def __call__(self, rank: int) -> None:
-        names = ("replicate", "shard")
-        mesh = self.mesh and init_device_mesh("cpu", self.mesh, mesh_dim_names=names)
+        mesh = mesh_of(self.mesh)
         sharded = graphshard.compile(seeded(Wide), self.own, mesh=mesh)
         into, where = (self.into, None) if self.into else (self.own, mesh)
         survives(sharded, lambda: graphshard.compile(on_meta(Wide), into, mesh=where))
@@ -124,4 +130,66 @@ ON_FOUR = [
     Survives("ignored parameters", policy(ignored=[r"few\..*"])),
 ]
 
+# -- what is saved is a copy ----------------------------------------------------------------------
+
+
+def in_the_background(rank: int) -> None:
+    """A save in the background has the values of its call, under every strategy."""
+    shapes = {Strategy.HYBRID_SHARD: (1, 2), Strategy.HYBRID_SHARD_ZERO2: (2, 1)}
+    for strategy in Strategy:
+        mesh = mesh_of(shapes.get(strategy))
+        # On the host once where each rank has a part, and once where all have all rows.
+        on_host = strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD_ZERO2)
+        for offload in (None, "params") if on_host else (None,):
+            own = policy(strategy=strategy, offload=offload)
+            sharded = graphshard.compile(seeded(Wide), own, mesh=mesh)
+            optim = adamw(sharded)
+            step(sharded, optim)
+            folder, extra = shared_folder(), {"seen": [torch.ones(2), (torch.ones(1), 3)]}
+            expected, wanted = full_state(sharded), moments(sharded, optim)
+            saving = sharded.save_checkpoint(folder / "c", optim, extra=extra, background=True)
+            extra["seen"][0].zero_()
+            extra["seen"][1][0].zero_()
+            step(sharded, optim)
+            assert saving is not None
+            saving.result()
+            found: dict[str, Any] = {}
+            sharded.load_checkpoint(folder / "c", optim, extra=found)
+            assert_same(full_state(sharded), expected)
+            assert_same(moments(sharded, optim), wanted)
+            assert str(found) == "{'seen': [tensor([1., 1.]), (tensor([1.]), 3)]}"
+
+
+def what_is_saved_is_a_copy(rank: int) -> None:
+    """Where a rank has all rows, too: training goes on without changing it."""
+    for shape, strategy in (((2, 1), "HYBRID_SHARD"), ((1, 2), "HYBRID_SHARD"), (None, "NO_SHARD")):
+        mesh = mesh_of(shape)
+        sharded = graphshard.compile(seeded(Wide), policy(strategy=strategy), mesh=mesh)
+        optim = adamw(sharded)
+        step(sharded, optim)
+        state = sharded.optimizer_state_dict(optim, kind="full", rank0_only=False)["state"]
+        saved = {f"{n}.{k}": value for n, entries in state.items() for k, value in entries.items()}
+        saved |= sharded.full_state_dict(rank0_only=False)
+        before = {name: value.clone() for name, value in saved.items()}
+        step(sharded, optim)
+        assert_same(saved, before)
+
+
+def gradients_seen_without_writeback_are_copies(rank: int) -> None:
+    mesh = mesh_of((2, 1))
+    for options in ({"strategy": "HYBRID_SHARD", "mesh": mesh}, {"strategy": "NO_SHARD"}):
+        own = policy(strategy=options.pop("strategy"))
+        sharded = graphshard.compile(seeded(Wide), own, **options)
+        sharded(*features_of(0, 0, 8)).backward()
+        before = full_grads(sharded)
+        with sharded.unsharded(with_grads=True, writeback=False) as params:
+            for param in set(params.values()):
+                param.grad.zero_()
+        assert_same(full_grads(sharded), before)
+
+
+test_on_two_ranks = on_ranks([in_the_background], 2)
+test_more_on_two_ranks = pytest.mark.slow(
+    on_ranks([what_is_saved_is_a_copy, gradients_seen_without_writeback_are_copies], 2)
+)
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=300))

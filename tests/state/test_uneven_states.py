@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from full_tensors import full
 from ranks import run_ranks
-from state_checks import assert_same, full_state
+from state_checks import assert_same, flat, full_state
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from uneven import batch, compiled, net
@@ -24,8 +24,7 @@ def adamw(module: Any) -> torch.optim.Optimizer:
 
 
 def moments(sharded: Any, optim: Any) -> dict[str, Tensor]:
-    state = sharded.optimizer_state_dict(optim)["state"]
-    return {f"{n}/{k}": full(v).clone() for n, e in state.items() for k, v in e.items()}
+    return flat(sharded.optimizer_state_dict(optim))
 
 
 def save(rank: int, folder: Path, along: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

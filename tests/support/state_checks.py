@@ -23,7 +23,7 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 def flat(state: dict[str, Any]) -> dict[str, Tensor]:
     return {
-        f"{name}.{key}": full(value)
+        f"{name}.{key}": full(value).clone()
         for name, entries in state["state"].items()
         for key, value in entries.items()
         if isinstance(value, Tensor)
