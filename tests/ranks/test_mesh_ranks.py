@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import TiedGPT, tokens_of
+from models import Heads, TiedGPT, TwoOutputs, tokens_of
 from ranks import on_ranks
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -80,20 +79,11 @@ def values_reach_every_replica(rank: int) -> None:
 # -- ranks --------------------------------------------------------------------------------------
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return self.heads[which](x)
-
-
 def replicas_that_disagree(rank: int) -> None:
     """Ranks 0 and 1 agree, and 2 and 3 do: only the whole mesh can tell."""
     torch.manual_seed(0)
-    policy = graphshard.BlockPolicy({"Linear"}, strategy="HYBRID_SHARD")
-    sharded = graphshard.compile(Branches(), policy, mesh=two_by_two())
+    policy = graphshard.BlockPolicy({"Linear"}, strategy="HYBRID_SHARD", merge_below=0)
+    sharded = graphshard.compile(Heads(), policy, mesh=two_by_two())
     with pytest.raises((FingerprintError, CollectiveError)) as raised:
         sharded(torch.ones(2, 4), rank // 2)
     assert "rank 2: forward all_gather of heads.1 over 2 ranks" in str(raised.value)
@@ -101,17 +91,8 @@ def replicas_that_disagree(rank: int) -> None:
 
 def two_outputs_one_gradient(rank: int) -> None:
     """What a backward for part of the outputs leaves out is averaged over no replica."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.a(x), self.b(x)
-
     torch.manual_seed(0)
-    model = Two()
+    model = TwoOutputs()
     policy = graphshard.SizePolicy(strategy="HYBRID_SHARD")
     sharded = graphshard.compile(model, policy, mesh=two_by_two())
     x = torch.full((2, 4), float(rank + 1))

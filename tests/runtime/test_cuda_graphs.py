@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, TiedGPT, tokens_of
+from models import Block, TiedGPT, TwoOutputs, tokens_of
 from repeated_graphs import Repeated, graphs_on_cpu
 from torch import Tensor, nn
 from toy_programs import UNITS, blocks, make_toy_plan
@@ -177,22 +177,13 @@ def test_programs_share_memory_but_where_a_backward_is_pending(
     assert len(made) == 2  # the pool of the first ones is gone
 
 
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(x), self.other(x)
-
-
 def test_another_set_of_losses_is_an_error(recorder: Repeated) -> None:
     policy = graphshard.BlockPolicy(nn.Linear, cuda_graph=True)
     sharded = graphshard.compile(TwoOutputs(), policy)
     for _ in range(3):
-        sharded(torch.ones(2, 3))[0].sum().backward()
+        sharded(torch.ones(2, 4))[0].sum().backward()
     with pytest.raises(RuntimeStateError, match="the outputs that the first one reached"):
-        sum(sharded(torch.ones(2, 3))).sum().backward()
+        sum(sharded(torch.ones(2, 4))).sum().backward()
 
 
 def test_a_capture_that_fails_is_said_and_left(

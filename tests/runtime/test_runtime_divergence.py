@@ -7,36 +7,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from models import Heads, TwoOutputs
 from ranks import error_of, on_ranks
-from torch import Tensor, nn
+from torch import nn
 
 import graphshard
 from graphshard.errors import FingerprintError
-
-
-class Heads(nn.Module):
-    """A trunk and two heads, of which each call uses one."""
-
-    def __init__(self, second: int) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, second)])
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](self.trunk(x))
-
-
-class Both(nn.Module):
-    """Two outputs, so that backward depends on which is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-        self.b = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.a(x), self.b(x)
-
 
 X = torch.ones(2, 4)
 
@@ -83,7 +59,7 @@ def replicated_gradients(rank: int) -> None:
 
 
 def other_backwards(rank: int) -> None:
-    sharded = compiled(Both())
+    sharded = compiled(TwoOutputs())
     for output in (0, 1):
         sharded(X)[output].sum().backward()
     sharded.zero_grad()

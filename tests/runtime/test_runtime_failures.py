@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Block, TiedGPT, features_of, tokens_of
+from models import Block, TiedGPT, tokens_of
 from ranks import Checks, RankError, error_of, on_ranks, run_ranks
 from torch import Tensor, nn
 
@@ -32,24 +32,6 @@ from graphshard.runtime.gather import AllGather
 from graphshard.torch_private.dtensors import full_tensor
 
 BLOCK = graphshard.BlockPolicy({Block})
-
-
-class Branching(nn.Module):
-    """Runs its second layer only if told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, deep: bool) -> Tensor:
-        x = self.first(x)
-        return (self.second(x) if deep else x).pow(2).mean()
-
-
-def branching() -> graphshard.ShardedModule:
-    torch.manual_seed(0)
-    return graphshard.compile(Branching(), graphshard.BlockPolicy({nn.Linear}))
 
 
 def other_batch_sizes_run(rank: int) -> None:
@@ -197,14 +179,13 @@ def test_a_dead_rank_is_an_error_on_the_others(when: str, message: str) -> None:
 
 
 def one_calls_less(rank: int) -> str:
-    sharded = branching()
-    x = features_of(rank, 0, 6)[0]
-    sharded(x, True).backward()
+    sharded = graphshard.compile(TiedGPT(1), BLOCK)
+    sharded(*tokens_of(rank, 0)).backward()
     if rank == 1:
         time.sleep(5.0)
         return ""
     with pytest.raises(CollectiveError) as caught:
-        sharded(x, True).backward()
+        sharded(*tokens_of(rank, 0)).backward()
     return str(caught.value)
 
 

@@ -235,6 +235,29 @@ class ManyOutputs(nn.Module):
         }
 
 
+class TwoOutputs(nn.Module):
+    """Two layers, each an output of its own, so that backward depends on which is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+class Heads(nn.Module):
+    """A trunk and two heads, of which each call uses one."""
+
+    def __init__(self, second: int = 4) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, second)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.trunk(x))
+
+
 def tokens_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """A batch of this rank and step: (tokens, targets), int64 (4, 7)."""
     generator = torch.Generator().manual_seed(100 * step + rank)
