@@ -10,12 +10,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from toy_programs import (
-    BATCH,
-    VOCAB,
-    WIDTH,
     Toy,
     assert_same_values,
-    block_params,
     blocks,
     rewritten,
 )
@@ -62,15 +58,7 @@ class MixedToy(Toy):
 
 
 def mixed_blocks() -> Program:
-    params: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH)}
-    for i in range(3):
-        params |= block_params(f"layers.{i}")
-    toy = MixedToy(params | {"head.weight": (VOCAB, WIDTH)})
-    toy.tangent(BATCH, VOCAB)
-    x = toy.embedding("embed.weight")
-    for i in range(3):
-        x = toy.block(x, f"layers.{i}")
-    return toy.finish(toy.linear(x, "head.weight"))
+    return blocks(kind=MixedToy)
 
 
 def casts(program: Program, phase: str) -> list[tuple[str, str]]:

@@ -186,12 +186,12 @@ def block_params(module: str, hidden: int = 8) -> dict[str, tuple[int, ...]]:
     return {f"{module}.up.weight": (hidden, WIDTH), f"{module}.down.weight": (WIDTH, hidden)}
 
 
-def blocks(n: int = 3, *, grad: bool = True) -> Program:
+def blocks(n: int = 3, *, grad: bool = True, kind: type[Toy] = Toy) -> Program:
     """Embedding, n blocks, head: the model of the schedules FSDP was observed with."""
     params: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH)}
     for i in range(n):
         params |= block_params(f"layers.{i}")
-    toy = Toy(params | {"head.weight": (VOCAB, WIDTH)})
+    toy = kind(params | {"head.weight": (VOCAB, WIDTH)})
     if grad:
         toy.tangent(BATCH, VOCAB)
     x = toy.embedding("embed.weight")
