@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from models import Block
 from ranks import on_ranks
+from state_checks import Stranger, shared_folder
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -68,7 +68,7 @@ def data(rank: int, size: int) -> DataLoader:
     return DataLoader(TensorDataset(x[rank::size], y[rank::size]), batch_size=4)
 
 
-def trainer(folder: str, **options) -> pl.Trainer:
+def trainer(folder: Path, **options) -> pl.Trainer:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     options = {"max_epochs": 1, "strategy": GraphShardStrategy(POLICY)} | options
     return pl.Trainer(
@@ -83,12 +83,6 @@ def trainer(folder: str, **options) -> pl.Trainer:
         use_distributed_sampler=False,
         **options,
     )
-
-
-def shared_folder() -> str:
-    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(where)
-    return where[0]
 
 
 def by_hand(rank: int, size: int, epochs: int, clip: float | None = None, every: int = 1):
@@ -158,7 +152,7 @@ def resumes(rank: int, sharded: bool) -> None:
     strategy = GraphShardStrategy(POLICY, sharded_checkpoint=sharded)
     first = trainer(folder, strategy=strategy)
     first.fit(Classifier(), data(rank, size))
-    path = Path(folder) / "one.ckpt"
+    path = folder / "one.ckpt"
     first.save_checkpoint(path)
     assert path.is_dir() == sharded
     module = Classifier()
@@ -189,17 +183,9 @@ def refuses_what_it_cannot_shard(rank: int) -> None:
         trainer(shared_folder(), strategy=named).fit(Classifier(), data(rank, size))
 
 
-class Stranger:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def loads_only_data_unless_told(rank: int) -> None:
-    size, folder = dist.get_world_size(), Path(shared_folder())
-    first = trainer(str(folder))
+    size, folder = dist.get_world_size(), shared_folder()
+    first = trainer(folder)
     first.fit(Classifier(), data(rank, size))
     path = folder / "one.ckpt"
     first.save_checkpoint(path)
@@ -207,7 +193,7 @@ def loads_only_data_unless_told(rank: int) -> None:
         checkpoint = torch.load(path, weights_only=True)
         torch.save({**checkpoint, "x": Stranger(folder / "ran")}, path)
     dist.barrier()
-    again = trainer(str(folder), max_epochs=2)
+    again = trainer(folder, max_epochs=2)
     with pytest.raises(CheckpointError, match="pass trust=True to GraphShardStrategy"):
         again.fit(Classifier(), data(rank, size), ckpt_path=str(path))
     assert not (folder / "ran").exists()
@@ -216,7 +202,7 @@ def loads_only_data_unless_told(rank: int) -> None:
         torch.save({**checkpoint, "x": Path("/trusted")}, path)
     dist.barrier()
     strategy = GraphShardStrategy(POLICY, trust=True)
-    trusting = trainer(str(folder), max_epochs=2, strategy=strategy)
+    trusting = trainer(folder, max_epochs=2, strategy=strategy)
     trusting.fit(Classifier(), data(rank, size), ckpt_path=str(path))
     assert trusting.current_epoch == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
@@ -17,7 +16,8 @@ import torch
 import torch.distributed as dist
 from paths import ROOT
 from ranks import run_ranks
-from state_checks import assert_same
+from state_checks import Stranger, assert_same
+from strangers import module_and_optimizer
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
@@ -26,17 +26,8 @@ from graphshard.errors import CheckpointError
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.state import dcp_write, manifest
 
-LINEAR = graphshard.BlockPolicy({nn.Linear})
-
-
-@cache
-def stepped() -> tuple[ShardedModule, torch.optim.Optimizer]:
-    """A model and its AdamW after a step: the same ones for all tests of a process."""
-    module = graphshard.compile(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), LINEAR)
-    optim = torch.optim.AdamW(module.parameters(), lr=0.1)
-    module(torch.ones(2, 3)).sum().backward()
-    optim.step()
-    return module, optim
+stepped = cache(module_and_optimizer)
+"""A model and its AdamW after a step: the same ones for all tests of a process."""
 
 
 def sharded_of(value: float) -> tuple[ShardedModule, torch.optim.Optimizer]:
@@ -239,14 +230,6 @@ def test_a_checkpoint_without_its_manifest_is_refused(tmp_path: Path) -> None:
 
 
 # -- strangers ------------------------------------------------------------------------------------
-
-
-class Stranger:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_an_entry_that_runs_code_is_refused_unless_trusted(tmp_path: Path) -> None:

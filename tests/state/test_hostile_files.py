@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from state_checks import Stranger
 from strangers import module_and_optimizer, write_ours, write_torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
@@ -239,14 +240,6 @@ def test_descriptions_of_tensors_may_hold_strides(
         assert read_metadata(rewritten(strides), trust=False) == written
     module, optim = module_and_optimizer()
     module.load_checkpoint(tmp_path / "c", optim)
-
-
-class Stranger:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
 
 
 def test_consolidate_runs_no_code_unless_told(
