@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meta_models import LLAMA_7B, Block, Example, Weight, llama, tree_of
+from meta_models import Block, Example, Weight, tree_of
 from torch import fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -155,14 +155,6 @@ def test_trillion_parameters_and_thousands_of_modules():
 # -- warnings ----------------------------------------------------------------------------------
 
 
-def test_llama_7b_by_size_has_a_remainder_unit_worth_a_warning():
-    model = llama(**LLAMA_7B)
-    (warning,) = make_plan(model, SizePolicy(), world_size=8).warnings
-    assert warning.startswith("unit model is 16 times the median unit and takes 8.00 GiB")
-    assert make_plan(model, BlockPolicy("Layer"), world_size=8).warnings == ()
-    assert make_plan(model, SizePolicy(strategy="NO_SHARD"), world_size=8).warnings == ()
-
-
 def big_embedding(*, head: bool):
     children = {"emb": Weight(30_000), "blocks": nn.ModuleList([Block(), Block()])}
     return tree_of(**children, **({"head": Weight(30_000)} if head else {}))
@@ -187,7 +179,9 @@ def test_reshard_root_is_refused_where_the_root_is_kept(fields):
 
 
 def test_root_that_holds_embedding_and_head_should_be_split():
-    (warning,) = make_plan(big_embedding(head=True), BlockPolicy(Block), world_size=2).warnings
+    model, whole = big_embedding(head=True), BlockPolicy(Block, strategy="NO_SHARD")
+    (warning,) = make_plan(model, BlockPolicy(Block), world_size=2).warnings
+    assert make_plan(model, whole, world_size=2).warnings == ()
     assert "unit (root) is 65 times" in warning
     assert "make units of the modules in it" in warning
 
