@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import graphshard
-from graphshard.errors import PlanError, PolicyError, RuntimeStateError
+from graphshard.errors import PlanError, PolicyError
 
 BLOCK = graphshard.BlockPolicy({Block})
 
@@ -35,15 +35,6 @@ def test_a_plan_without_a_number_of_ranks_says_so() -> None:
     assert said in str(graphshard.plan(meta_gpt(), BLOCK))
     for given in ({"world_size": 1}, {"mesh_shape": (1,)}):
         assert said not in str(graphshard.plan(meta_gpt(), BLOCK, **given))  # type: ignore[arg-type]
-
-
-def test_a_plan_with_inputs_has_the_rewritten_program() -> None:
-    examples = tuple(t.to("meta") for t in tokens_of(0, 0))
-    plan = graphshard.plan(meta_gpt(), BLOCK, mesh_shape=(4,), example_inputs=examples)
-    assert plan.world_size == 4
-    assert plan.program is not None
-    gathers = [e.unit for e in plan.program.schedule() if e.op == "all_gather"]
-    assert sorted(set(gathers)) == ["", "blocks.0", "blocks.1"]
 
 
 def test_a_misspelt_argument_is_told() -> None:
@@ -68,14 +59,6 @@ def test_a_warning_is_of_the_user_s_line() -> None:
         with pytest.warns(UserWarning, match="state-dict hooks") as said:
             call(model, BLOCK)
         assert [w.filename for w in said] == [__file__]
-
-
-def test_a_plan_for_inference_has_no_backward() -> None:
-    names = dict(zip(("tokens", "targets"), tokens_of(0, 0), strict=True))
-    with torch.no_grad():
-        plan = graphshard.plan(meta_gpt(), BLOCK, example_kwargs=names)
-    assert plan.program is not None
-    assert {event.phase for event in plan.program.schedule()} == {"forward"}
 
 
 def test_a_plan_warns_of_what_the_program_shows() -> None:
@@ -217,12 +200,6 @@ def fake_ranks(rank: int) -> None:
 
 
 test_on_one_rank = on_ranks([one_rank_group, fake_ranks], 1)  # the last one ends the group
-
-
-def test_running_needs_weights() -> None:
-    sharded = graphshard.compile(meta_gpt(), BLOCK, example_inputs=tokens_of(0, 0))
-    with pytest.raises(RuntimeStateError, match=r"parameter 'embed\.weight' has no values yet"):
-        sharded(*tokens_of(0, 0))
 
 
 # -- what is refused, and how it is said -------------------------------------------------------
