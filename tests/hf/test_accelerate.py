@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from models import CASES
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from safetensors.torch import load_file
 from state_checks import assert_same, shared_folder
 from torch import Tensor, nn
@@ -292,17 +292,7 @@ def what_would_have_no_effect_is_refused(rank: int) -> None:
         acc.save_state(mkdtemp())
 
 
-ON_RANKS: list[Callable[[int], None]] = [
-    handed_back_and_trains_as_ddp,
-    autocast_acts,
-    states_are_saved_whole,
-    whole_weights_are_given_and_saved,
-    pretrained_models_are_saved_as_scripts_for_accelerate_do,
-    a_configuration_of_fsdp2_switches_by_one_line,
-    an_accelerator_that_believes_it_is_alone_is_refused,
-    what_would_have_no_effect_is_refused,
-]
-test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=300)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2, timeout=300)
 
 
 def test_an_accelerator_that_does_not_know_sharded_modules_is_refused(

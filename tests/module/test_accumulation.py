@@ -13,7 +13,7 @@ import torch.distributed as dist
 from full_tensors import full
 from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params
 from models import Block, ManyOutputs, Odd, features_of, tokens_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -297,21 +297,9 @@ def ranks_must_agree(rank: int) -> None:
         sharded(*tokens_of(rank, 0))
 
 
-ON_TWO = [
-    kept_is_one_process_s,
-    switches_are_fully_shard_s,
-    reduced_each_time,
-    other_parameters,
-    partial_backwards,
-    forwards_before_backwards,
-    dropped_and_refused,
-    ranks_must_agree,
-]
-ON_FOUR = [
-    kept_is_one_process_s,
-    only_all_reduce_put_off,
-    odd_parameters_on_replicas,
-]
+ONLY_ON_FOUR = [only_all_reduce_put_off, odd_parameters_on_replicas]
 
-test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
-test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
+test_on_two_ranks = on_ranks(checks_of(globals(), but=ONLY_ON_FOUR), 2, timeout=400)
+test_on_four_ranks = pytest.mark.slow(
+    on_ranks([kept_is_one_process_s, *ONLY_ON_FOUR], 4, timeout=400)
+)

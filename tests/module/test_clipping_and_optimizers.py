@@ -11,7 +11,7 @@ import torch.distributed as dist
 from full_tensors import full
 from loops import OneProcess, compiled, exact, gpt, same_grads, same_params
 from models import Block, Odd, features_of, tokens_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -279,18 +279,6 @@ def options_of_unsharded(rank: int) -> None:
         loss.backward()
 
 
-ON_RANKS = [
-    norms_are_one_process_s,
-    clips_as_one_process,
-    one_collective,
-    clips_as_fully_shard_in_bf16,
-    bad_norms,
-    groups_by_name,
-    rules,
-    whole_matrices,
-    full_inside,
-    options_of_unsharded,
-]
 ON_FOUR = [
     norms_are_one_process_s,
     clips_as_one_process,
@@ -298,7 +286,7 @@ ON_FOUR = [
     whole_matrices,
 ]
 
-test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2, timeout=400)
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from state_checks import Stranger, shared_folder
 from torch import nn
 from torch.nn import functional as F
@@ -207,17 +207,7 @@ def loads_only_data_unless_told(rank: int) -> None:
     assert trusting.current_epoch == 2
 
 
-CHECKS = [
-    trains_as_by_hand,
-    accumulates_and_clips,
-    trains_in_low_precision,
-    resumes_from_a_file,
-    resumes_from_a_folder,
-    loads_only_data_unless_told,
-    refuses_what_it_cannot_shard,
-]
-
-test_on_two_ranks = on_ranks(CHECKS, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)
 
 
 def test_a_policy_is_needed():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from full_tensors import full
 from loops import compiled
 from models import Block, Odd, TiedGPT, features_of, tokens_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from state_checks import assert_same, flat, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -354,20 +354,7 @@ def state_goes_from_one_kind_to_the_other(rank: int) -> None:
             assert_same(params_of(again), expected)
 
 
-ON_RANKS = [
-    every_optimizer_gives_the_same_values,
-    every_layout_gives_the_same_values,
-    gradients_are_the_dtensors_own,
-    loops_go_on_as_they_are,
-    a_step_that_fails_leaves_all_as_it_was,
-    what_is_laid_out_otherwise_is_stepped_on_as_dtensors,
-    a_state_of_another_shape_is_stepped_with,
-    what_hooks_and_steps_set_stays,
-    what_is_not_elementwise_is_refused,
-    state_goes_from_one_kind_to_the_other,
-]
-
-test_on_two_ranks = pytest.mark.slow(on_ranks(ON_RANKS, 2, timeout=400))
+test_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals()), 2, timeout=400))
 
 
 def test_on_a_single_rank_the_optimizer_is_an_ordinary_one() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from full_tensors import full
 from loops import OneProcess, backward, compiled, exact, gpt, same_grads, same_params, same_step
 from models import Block, Odd, TiedGPT, features_of, gpt2, tokens_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -371,18 +371,9 @@ def hooks_on_the_model(rank: int) -> None:
     same_grads(sharded, reference.model, exact=exact())
 
 
-ON_RANKS = [
-    frozen_between_steps,
-    ignored_parameters,
-    ignored_wrongly,
-    two_models,
-    parts_are_called,
-    methods_are_called,
-    hooks_on_the_model,
-]
 ON_FOUR = [adapters, ignored_parameters, two_models, parts_are_called]
 
-test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=400)
+test_on_two_ranks = on_ranks(checks_of(globals(), but=[adapters]), 2, timeout=400)
 test_adapters_on_two_ranks = pytest.mark.slow(on_ranks([adapters], 2, timeout=400))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=400))
 

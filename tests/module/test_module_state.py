@@ -9,7 +9,7 @@ import torch
 from full_tensors import full
 from loops import same_step
 from models import CASES, Block, Normed, Odd, TiedGPT, features_of, tokens_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from state_checks import assert_same, full_state, seeded
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -136,15 +136,7 @@ def notices_replaced_storage(rank: int) -> None:
         sharded(*tokens_of(rank, 0))
 
 
-ON_TWO = [
-    shards_values,
-    takes_state_dicts_of_fully_shard,
-    takes_the_first_ranks_model,
-    initializes_alike,
-    notices_replaced_storage,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)
 
 
 # -- on one ---------------------------------------------------------------------------------------

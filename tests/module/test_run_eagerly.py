@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, on_ranks, run_ranks
+from ranks import checks_of, error_of, on_ranks, run_ranks
 from resident import growth, map_each_above, require_proc
 from torch import Tensor, nn
 
@@ -248,13 +248,7 @@ def ranks_that_part_are_told(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks(
-    [
-        equals_the_plain_model,
-        what_would_be_lost_is_refused,
-        a_wrong_call_is_an_error_on_all,
-        units_come_and_go,
-        ranks_that_part_are_told,
-    ],
+    checks_of(globals(), but=[the_policy_acts]),
     2,
     timeout=300,
 )

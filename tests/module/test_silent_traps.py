@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -358,18 +358,4 @@ def a_launched_rank_joins_the_others(rank: int) -> None:
     assert sharded.plan.world_size == dist.get_world_size() == 2
 
 
-ON_RANKS = [
-    a_rank_outside_of_its_mesh,
-    weights_that_backward_reads_by_a_view_alone,
-    wrapped_by_others,
-    wrapped_after_compile,
-    one_rank_fails_to_compile,
-    one_rank_fails_to_call,
-    one_rank_fails_where_ranks_meet_in_the_store,
-    all_ranks_fail_alike,
-    data_given_to_a_parameter,
-    nothing_to_load,
-    a_launched_rank_joins_the_others,
-]
-
-test_on_two_ranks = on_ranks(ON_RANKS, 2, timeout=100, group_timeout=20)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2, timeout=100, group_timeout=20)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import toy_programs as toys
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -200,13 +200,9 @@ def regions_release_where_their_operators_do(rank: int) -> None:
     assert fallen <= eager + slack
 
 
-ON_TWO = [
-    gradients_take_the_room_of_parameters,
-    poisoned_releases_do_no_harm,
-    regions_release_where_their_operators_do,
-]
-
-test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=300, group_timeout=200))
+test_on_two_ranks = pytest.mark.slow(
+    on_ranks(checks_of(globals()), 2, timeout=300, group_timeout=200)
+)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

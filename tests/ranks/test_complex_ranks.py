@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from full_tensors import full, full_grads
 from loops import OneProcess, exact, same_grads, same_params
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from state_checks import full_state
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
@@ -262,17 +262,7 @@ def gradients_may_be_conjugates(rank: int) -> None:
     adamw(module).step()
 
 
-ON_TWO = [
-    every_optimizer_updates_them,
-    clipped_by_magnitudes,
-    kept_in_mixed_precision,
-    infinities_skip_the_step,
-    infinities_are_found,
-    gradients_may_be_conjugates,
-    predicted_bytes_live,
-    compiled,
-]
-test_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO, 2, timeout=400))
+test_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals()), 2, timeout=400))
 
 
 def test_plans_count_bytes_and_flops_of_complex_numbers() -> None:

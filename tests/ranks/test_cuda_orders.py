@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import is_made_up, on_ranks
+from ranks import checks_of, is_made_up, on_ranks
 from test_cuda_faults import BF16, OFFLOAD, REPLICAS, race, report_races
 from test_cuda_ranks import batch, model
 from torch import fx
@@ -154,11 +154,7 @@ def shards_are_cast_by_one_launch_beside_compute(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks(
-    [
-        any_order_gives_the_same_numbers,
-        shards_are_cast_by_one_launch_beside_compute,
-        what_an_error_drops_is_waited_for,
-    ],
+    checks_of(globals()),
     2,
     device="cuda",
     timeout=250.0,

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Heads, TiedGPT, TwoOutputs, tokens_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -149,12 +149,7 @@ def part_of_a_larger_mesh(rank: int) -> None:
 
 
 ON_FOUR = [values_reach_every_replica, replicas_that_disagree]
-MORE_ON_FOUR = [
-    parameters_as_fully_shard_has_them,
-    two_outputs_one_gradient,
-    nodes_without_a_mesh,
-    part_of_a_larger_mesh,
-]
-
 test_on_four_ranks = on_ranks(ON_FOUR, 4, timeout=400)
-test_more_on_four_ranks = pytest.mark.slow(on_ranks(MORE_ON_FOUR, 4, timeout=400))
+test_more_on_four_ranks = pytest.mark.slow(
+    on_ranks(checks_of(globals(), but=ON_FOUR), 4, timeout=400)
+)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from full_tensors import full, full_grads
 from models import CASES, Case, Normed, features_of, loss_of
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import MixedPrecision as MixedPrecision1
@@ -309,16 +309,10 @@ ON_TWO = [
     scaled,
     averages_do_not_overflow,
 ]
-MORE_ON_TWO = [
-    llama_bf16,
-    fp16,
-    autocast,
-    as_fsdp1,
-    scaled_as_fsdp2,
-]
-
 test_on_two_ranks = on_ranks(ON_TWO, 2, timeout=400)
-test_more_on_two_ranks = pytest.mark.slow(on_ranks(MORE_ON_TWO, 2, timeout=400))
+test_more_on_two_ranks = pytest.mark.slow(
+    on_ranks(checks_of(globals(), but=ON_TWO), 2, timeout=400)
+)
 
 
 # -- four ranks -----------------------------------------------------------------------------------

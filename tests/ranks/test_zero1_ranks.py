@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from full_tensors import full
 from layouts import Experts, MoE
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from state_checks import assert_same
 from torch import Tensor, nn
 
@@ -372,20 +372,6 @@ def zero1_starts_from_meta(rank: int) -> None:
         assert not full(param).isnan().any()
 
 
-ALL = [
-    zero1_gathers_only_what_has_changed,
-    zero1_accumulates_without_gathering_again,
-    zero1_stores_what_the_plan_says,
-    zero1_sees_every_way_a_parameter_is_written,
-    zero1_sees_writes_that_leave_no_sign,
-    zero1_notes_only_what_a_program_gathers,
-    zero1_rewrites_a_branch_only_for_parameters_that_it_reads,
-    zero1_sees_writes_into_a_view_that_outlives_its_state_dict,
-    zero1_gathers_between_a_forward_and_its_backward,
-    zero1_goes_on_after_inference_mode,
-    zero1_starts_from_meta,
-    ranks_that_see_other_signs_are_refused,
-]
 # The checks that differ in kind on four ranks: copies, sums in more than one order.
 ON_FOUR = [
     zero1_gathers_only_what_has_changed,
@@ -398,6 +384,6 @@ SLOW = [
     zero1_goes_on_after_inference_mode,
 ]
 
-test_on_two_ranks = on_ranks([check for check in ALL if check not in SLOW], 2, timeout=500)
+test_on_two_ranks = on_ranks(checks_of(globals(), but=SLOW), 2, timeout=500)
 test_the_rest_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2, timeout=500))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, on_ranks, run_ranks
+from ranks import checks_of, error_of, on_ranks, run_ranks
 from state_checks import shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -446,18 +446,9 @@ def a_copy_without_the_group(rank: int) -> None:
         copy.deepcopy(module)
 
 
-ON_TWO = [
-    through_the_store,
-    other_arguments,
-    another_order,
-    failures_on_one_rank,
-    a_body_that_fails_on_one_rank,
-    gradients_on_one_rank,
-    an_optimizer_that_stepped_on_one_rank,
-    arguments_that_are_refused,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(
+    checks_of(globals(), but=[all_failures_on_one_rank, a_copy_without_the_group]), 2
+)
 
 
 def test_a_copy_without_the_group() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -317,14 +317,7 @@ ON_TWO = [
     masks_may_hold_infinities,
 ]
 
-ON_TWO_SLOWLY = [
-    beside_options,
-    beside_inductor,
-    micro_batches,
-    warns,
-    in_backward,
-    wrong_ends,
-]
-
 test_on_two_ranks = on_ranks(ON_TWO, 2)
-test_more_on_two_ranks = pytest.mark.slow(on_ranks(ON_TWO_SLOWLY, 2, timeout=300.0))
+test_more_on_two_ranks = pytest.mark.slow(
+    on_ranks(checks_of(globals(), but=ON_TWO), 2, timeout=300.0)
+)

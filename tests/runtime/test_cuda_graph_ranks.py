@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import Block, TiedGPT, tokens_of
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from repeated_graphs import Repeated, graphs_on_cpu
 
 import graphshard
@@ -122,15 +122,7 @@ def a_call_that_waits_on_one_rank_holds_all_back(rank: int) -> None:
         assert recorder.captured == 2
 
 
-ON_TWO = [
-    all_capture_at_one_call,
-    a_capture_that_fails_on_one_rank_is_given_up_by_all,
-    a_backward_that_fails_on_one_rank_is_an_error_on_all,
-    other_shapes_are_refused_on_all_ranks,
-    a_call_that_waits_on_one_rank_holds_all_back,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)
 
 
 def test_registration_of_buffers_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:

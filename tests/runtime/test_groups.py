@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_tensors import full
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -190,15 +190,7 @@ def gathers_of_gloo_in_flight(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks(
-    [
-        a_backend_without_coalesced_calls,
-        gathers_of_gloo_in_flight,
-        equal_meshes_over_other_groups,
-        smaller_groups_wait_as_long,
-        nccl_would_wait_for_ranks_outside_of_a_mesh,
-        the_plan_says_where_it_runs,
-        ranks_of_two_hosts_move_bytes_while_they_compute,
-    ],
+    checks_of(globals()),
     2,
     group_timeout=77.0,
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from models import Heads, TwoOutputs
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from torch import nn
 
 import graphshard
@@ -124,15 +124,4 @@ def sizes_of_other_costs(rank: int) -> None:
     assert "would issue different collectives" in message
 
 
-ON_TWO = [
-    equal_shapes,
-    replicated_gradients,
-    other_backwards,
-    a_backward_left_out,
-    no_gradients_on_one_rank,
-    modules_in_another_order,
-    a_replicated_forward_on_one_rank,
-    sizes_of_other_costs,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)

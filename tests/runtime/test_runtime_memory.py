@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor, nn
 
 import graphshard
@@ -157,15 +157,7 @@ def kept_parts_go_with_the_gather_that_reads_them(rank: int) -> None:
     assert "firstlayers" in sharded.lowered[-1].code.replace("_", "")
 
 
-ON_TWO = [
-    kept_parts_go_with_the_gather_that_reads_them,
-    hoard,
-    forward_holds_one_unit_at_a_time,
-    a_gather_is_kept_until_its_backward_is_done,
-    backward_releases_activations_as_it_goes,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)
 
 
 class FreeTooEarly:

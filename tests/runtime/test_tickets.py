@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 
 from graphshard.errors import CollectiveError, FingerprintError
 from graphshard.runtime.agreement import Agreement
@@ -226,17 +226,4 @@ def no_host_waits(rank: int) -> None:
     dist.barrier()
 
 
-ON_TWO = [
-    equal_calls,
-    another_program,
-    a_device_that_compares_wrongly,
-    another_call,
-    a_new_program_on_one_rank,
-    calls_that_met,
-    a_rank_that_is_stuck,
-    a_rank_of_which_nothing_is_known,
-    on_a_side_stream,
-    no_host_waits,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, on_ranks, run_ranks
+from ranks import checks_of, error_of, on_ranks, run_ranks
 from resident import growth, map_each_above, require_proc
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,12 +112,7 @@ def a_rank_that_stops_is_an_error_on_all(rank: int) -> None:
 
 
 test_on_two_ranks = on_ranks(
-    [
-        gives_what_full_state_dict_gives,
-        values_are_cast,
-        a_tensor_that_takes_more_is_named,
-        a_rank_that_stops_is_an_error_on_all,
-    ],
+    checks_of(globals()),
     2,
     timeout=300,
 )

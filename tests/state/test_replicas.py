@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Normed
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -185,23 +185,10 @@ def state_dicts_of_other_weights(rank: int) -> None:
     sharded.load_state_dict(model_of(0).state_dict())
 
 
-ON_TWO = [
-    whole_parameters,
-    saves_with_statistics,
-    models_with_other_weights,
-    buffers_of_other_values,
-    state_dicts_of_other_weights,
-]
+ONLY_ON_FOUR = [shards_of_replicas, resident_copies, ignored_parameters]
 
-ON_FOUR = [
-    *ON_TWO,
-    shards_of_replicas,
-    resident_copies,
-    ignored_parameters,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
-test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4))
+test_on_two_ranks = on_ranks(checks_of(globals(), but=ONLY_ON_FOUR), 2)
+test_on_four_ranks = pytest.mark.slow(on_ranks(checks_of(globals()), 4))
 
 
 @pytest.mark.parametrize(

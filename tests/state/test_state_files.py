@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Block, Normed, Odd, TiedGPT, features_of, tokens_of
-from ranks import on_two_or_four_ranks
+from ranks import checks_of, on_two_or_four_ranks
 from safetensors.torch import load_file, save_file
 from state_checks import assert_same, full_state, on_meta, refuses, seeded, shared_folder
 from torch import nn
@@ -285,13 +285,4 @@ def refuses_state_dicts_that_do_not_fit(rank: int) -> None:
     assert_same({**got, "body.3.bias": good["body.3.bias"]}, good)
 
 
-ON_RANKS = [
-    saves_and_loads_files,
-    takes_pieces,
-    casts_and_renames,
-    refuses_files_that_do_not_fit,
-    gives_full_and_local_state,
-    refuses_state_dicts_that_do_not_fit,
-]
-
-test_on_ranks = on_two_or_four_ranks(ON_RANKS, timeout=300)
+test_on_ranks = on_two_or_four_ranks(checks_of(globals()), timeout=300)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, Odd, TiedGPT, features_of, tokens_of
-from ranks import error_of, on_two_or_four_ranks
+from ranks import checks_of, error_of, on_two_or_four_ranks
 from state_checks import assert_same, flat, full_state, on_meta, refuses, seeded, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -239,15 +239,7 @@ def state_of_a_ranks_own_rows_is_refused(rank: int) -> None:
     sharded.load_checkpoint(folder / "c", optim)
 
 
-ON_RANKS = [
-    same_as_fully_shard,
-    training_goes_on_bit_equal,
-    groups_are_found_by_names,
-    refuses_what_does_not_fit,
-    state_of_a_ranks_own_rows_is_refused,
-]
-
-test_on_ranks = on_two_or_four_ranks(ON_RANKS, timeout=300)
+test_on_ranks = on_two_or_four_ranks(checks_of(globals()), timeout=300)
 
 
 def test_a_single_rank_without_a_group() -> None:

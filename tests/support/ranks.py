@@ -8,10 +8,11 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -305,10 +306,27 @@ class Checks:
             raise RankError(f"{check.__name__} on rank {rank}: {failure}")
 
 
+def checks_of(test_file: dict[str, Any], *, but: Collection[Check] = ()) -> list[Check]:
+    """Every function `check(rank: int) -> None` that a test file has defined so far, in order.
+
+    Args:
+        test_file: its `globals()`.
+        but: those to leave out.
+    """
+    return [
+        check
+        for check in test_file.values()
+        if isinstance(check, FunctionType)
+        and check.__module__ == test_file["__name__"]
+        and check.__annotations__ == {"rank": "int", "return": "None"}
+        and check not in but
+    ]
+
+
 def on_ranks(checks: list[Check], world_size: int, **options: Any) -> Callable[..., None]:
     """A test for each of `checks`, all of which run in one set of processes.
 
-    Bind it to a name that pytest collects: `test_on_two_ranks = on_ranks(ON_TWO, 2)`.
+    Bind it to a name that pytest collects: `test_on_two_ranks = on_ranks(checks_of(globals()), 2)`.
     """
     started = Checks(checks, world_size, **options)
 
