@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -119,9 +118,7 @@ def autocast_acts(rank: int) -> None:
 
 
 def states_are_saved_whole(rank: int) -> None:
-    folders = [mkdtemp()]
-    dist.broadcast_object_list(folders)
-    folder = Path(folders[0])
+    folder = shared_folder()
 
     def start() -> tuple[Accelerator, nn.Module, Any, Any]:
         acc = accelerator(gradient_accumulation_steps=2)

@@ -16,7 +16,7 @@ from models import generating_gpt2 as gpt2
 from models import generating_llama as llama
 from models import prompts
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from state_checks import shared_folder
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -205,18 +205,7 @@ def what_cannot_be_saved_is_told(rank: int) -> None:
     assert "writing" in text
 
 
-test_on_two_ranks = on_ranks([adapters_are_read_back], 2, timeout=300)
-test_more_on_two_ranks = pytest.mark.slow(
-    on_ranks(
-        [
-            other_adapters_are_read_back,
-            a_trained_model_generates,
-            files_have_the_dtype_asked_for,
-            prompts_are_read_back,
-            a_trainer_loads_the_best_adapters,
-            what_cannot_be_saved_is_told,
-        ],
-        2,
-        timeout=300,
-    )
-)
+QUICK = [adapters_are_read_back]
+
+test_on_two_ranks = on_ranks(QUICK, 2, timeout=300)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals(), but=QUICK), 2, timeout=300))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import generating_gpt2 as gpt2
 from models import generating_llama as llama
 from models import prompts
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
@@ -153,17 +153,7 @@ def what_no_graph_can_be_names_the_way_out(rank: int) -> None:
     dist.barrier()
 
 
-test_on_two_ranks = on_ranks([tokens_are_those_of_the_plain_model], 2, timeout=300)
-test_more_on_two_ranks = pytest.mark.slow(
-    on_ranks(
-        [
-            tokens_of_other_models,
-            units_are_gathered_one_by_one,
-            training_goes_on_between_calls,
-            the_result_may_be_an_object,
-            what_no_graph_can_be_names_the_way_out,
-        ],
-        2,
-        timeout=300,
-    )
-)
+QUICK = [tokens_are_those_of_the_plain_model]
+
+test_on_two_ranks = on_ranks(QUICK, 2, timeout=300)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals(), but=QUICK), 2, timeout=300))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import error_of, on_ranks
+from ranks import checks_of, error_of, on_ranks
 from state_checks import shared_folder
 from torch.nn.utils.rnn import pad_sequence
 from trainers import Sharded, accelerator, arguments, llama, texts
@@ -257,25 +257,11 @@ def a_classifier_says_its_kind_of_problem_as_by_ddp(rank: int) -> None:
     assert len(trainer.model.programs) == 2  # with accumulation
 
 
-test_on_two_ranks = on_ranks(
-    [
-        a_checkpoint_of_a_plain_trainer_is_resumed,
-        a_sharded_module_is_taken_as_it_is,
-        what_cannot_act_is_refused,
-        ranks_take_the_first_ones_weights,
-    ],
-    2,
-    timeout=400,
-)
-test_more_on_two_ranks = pytest.mark.slow(
-    on_ranks(
-        [
-            losses_norms_and_bytes_equal_those_of_ddp,
-            one_program_serves_texts_of_all_lengths,
-            options_of_trainer_act,
-            a_classifier_says_its_kind_of_problem_as_by_ddp,
-        ],
-        2,
-        timeout=400,
-    )
-)
+QUICK = [
+    a_checkpoint_of_a_plain_trainer_is_resumed,
+    a_sharded_module_is_taken_as_it_is,
+    what_cannot_act_is_refused,
+    ranks_take_the_first_ones_weights,
+]
+test_on_two_ranks = on_ranks(QUICK, 2, timeout=400)
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals(), but=QUICK), 2, timeout=400))

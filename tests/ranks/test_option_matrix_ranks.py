@@ -23,7 +23,7 @@ import torch.distributed as dist
 import uneven
 from full_tensors import full, full_grads
 from loops import OneProcess
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -521,16 +521,16 @@ def grids_are_rebound(rank: int) -> None:
     require_equal(trained(sharded, rank), reference(rank, {}))
 
 
+ALONE_ON_SIX = [
+    every_kind_of_split_is_there,
+    initial_values_do_not_depend_on_the_split,
+    grids_are_rebound,
+]
+
 # -- launches -------------------------------------------------------------------------------------
 
 QUICK = [row for row in ROWS if not row.fields.get("dynamic")][:3:2]  # the second is slow
-OTHERS = [
-    full_gradients_of_low_precision,
-    whole_matrices_of_offloaded,
-    state_goes_on_under_another_policy,
-    ignored_on_replicas,
-    masks_are_drawn_again,
-]
+OTHERS = checks_of(globals(), but=ALONE_ON_SIX)
 ZERO1 = {"strategy": "SHARD_OPTIMIZER"}
 REPLICAS = {"strategy": "HYBRID_SHARD", "mesh": (2, 2)}
 ON_FOUR = [
@@ -559,9 +559,7 @@ ON_SIX = [
     Trains("half", mixed_precision=HALF, exact=False),
     Trains("regions in parts", reshard_after_forward=3, backend="inductor"),
     Trains("replicas", mesh=(2, 3), strategy="HYBRID_SHARD_ZERO2", modules=ALONG_1, exact=False),
-    every_kind_of_split_is_there,
-    initial_values_do_not_depend_on_the_split,
-    grids_are_rebound,
+    *ALONE_ON_SIX,
 ]
 
 BESIDE = {"blocks.1": {"strategy": "FULL_SHARD"}, "": {"strategy": "SHARD_GRAD_OP"}}

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import checks_of, on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -308,18 +308,7 @@ def a_failing_launch(rank: int) -> None:
     assert "died" not in str(caught.value)
 
 
-ON_TWO = [
-    gathers,
-    mixed_dtypes,
-    poisons,
-    reduces,
-    averages_replicas,
-    by_the_backends_own,
-    many_at_once_and_in_any_order,
-    nobody_waits_for,
-    dropped_works_are_kept,
-    gathers_into_place,
-]
+ON_TWO = [gathers, *checks_of(globals(), but=[within_smaller_groups, a_failing_launch])]
 
 test_on_two_ranks = on_ranks([*ON_TWO, a_failing_launch], 2)
 test_on_three_ranks = on_ranks([*ON_TWO, within_smaller_groups], 3)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import Block, TiedGPT, tokens_of
-from ranks import Checks, RankError, error_of, on_ranks, run_ranks
+from ranks import Checks, RankError, checks_of, error_of, on_ranks, run_ranks
 from torch import Tensor, nn
 
 import graphshard
@@ -129,16 +129,7 @@ def a_gradient_of_another_dtype_than_stated(rank: int) -> None:
         assert "reduce_scatter of unit (root) in backward is made for" in message
 
 
-ON_TWO = [
-    other_batch_sizes_run,
-    other_models,
-    other_buffers_to_synchronise,
-    a_gradient_of_another_dtype_than_stated,
-    frozen_parameters_of_any_dtype_move,
-    gradients_that_cannot_be_averaged,
-]
-
-test_on_two_ranks = on_ranks(ON_TWO, 2)
+test_on_two_ranks = on_ranks(checks_of(globals()), 2)
 
 
 def one_dies(rank: int, when: str) -> str:

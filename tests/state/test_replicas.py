@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from models import Block, Normed
 from ranks import checks_of, error_of, on_ranks
+from state_checks import shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -31,12 +30,6 @@ def flip(tensor: Tensor, index: int = 0) -> None:
     """Change the last bit of one element."""
     local = getattr(tensor, "_local_tensor", tensor).detach()
     local.view(-1)[index : index + 1].view(torch.int32).bitwise_xor_(1)
-
-
-def folder_of_all() -> Path:
-    folders = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
-    return Path(folders[0])
 
 
 def whole_parameters(rank: int) -> None:
@@ -100,7 +93,7 @@ def saves_with_statistics(rank: int) -> None:
     sharded = compiled(model)
     torch.manual_seed(rank)
     sharded(torch.randn(6, 8)).backward()
-    folder = folder_of_all()
+    folder = shared_folder()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ReplicaWarning)
         sharded.save_checkpoint(folder)
