@@ -74,10 +74,11 @@ def load_full_optimizer_state(
 def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Write every rank's shards of the module and the optimizers into the folder `path`.
 
-    A checkpoint that is there stays whole until the new one replaces it.
+    A checkpoint that is there stays whole until the new one replaces it, and its files then go.
     """
     writer = CommittingWriter(path, dist.get_world_size() if dist.is_initialized() else 1)
     writer.save(_sharded(module, optimizers), None)
+    writer.end()
 
 
 def load_sharded(

@@ -153,7 +153,13 @@ def resumes(rank: int, sharded: bool) -> None:
     first = trainer(folder, strategy=strategy)
     first.fit(Classifier(), data(rank, size))
     path = folder / "one.ckpt"
-    first.save_checkpoint(path)
+    sizes = []
+    for _ in range(2):  # the second replaces the first
+        first.save_checkpoint(path)
+        dist.barrier()
+        sizes.append(len([*path.rglob("*")]))
+        dist.barrier()
+    assert sizes[0] == sizes[1]
     assert path.is_dir() == sharded
     module = Classifier()
     nn.init.zeros_(module.model.head.weight)  # the checkpoint has to make up for it
