@@ -333,6 +333,8 @@ def _quiet() -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", category=UserWarning, module=r"torch\._(functorch|dynamo)"
         )
+        # Models make tensors of what is an array in eager.
+        warnings.filterwarnings("ignore", message="To copy construct", category=UserWarning)
         # The error that follows says the same, or another trace mends it.
         warnings.filterwarnings("ignore", message="Error detected in", category=UserWarning)
         yield

@@ -42,6 +42,7 @@ from graphshard.capture.side_effects import (
     no_conversions_to_the_same,
     restore_module_state,
 )
+from graphshard.capture.spec_augment import masks_of_speech
 from graphshard.capture.structure import CALL, Structure, take_apart
 from graphshard.errors import CaptureError, ModelChangeError
 from graphshard.format import some_of
@@ -228,6 +229,7 @@ class TracedModel(nn.Module):
                 self._refuse_changes(model, past),
                 self.repetition.run(reads),
                 host_draws.watching(self._code),
+                masks_of_speech(self._code),
             ):
                 output = self._entry.call(model, args, kwargs)
                 # A list or dict of the model's own may be among it, and is about to be undone.

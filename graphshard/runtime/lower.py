@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -348,13 +349,16 @@ def kind_of(op: ops.Op, group: Group, *, in_place: bool = False) -> type[BoundCo
 
 # -- random numbers -------------------------------------------------------------------------------
 
-Generator = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
+Generator = tuple[Callable[[], Any], Callable[[Any], None]]
 """Functions that read and set the state of a generator; neither waits for the device."""
 
 
 def generators_of(device: torch.device) -> list[Generator]:
-    """Those a program for `device` may draw from: the CPU's, and the device's if it is another."""
-    return [_generator(kind, device) for kind in dict.fromkeys(("cpu", device.type))]
+    """Those a program for `device` may draw from: the CPU's, the device's if another, numpy's."""
+    generators = [_generator(kind, device) for kind in dict.fromkeys(("cpu", device.type))]
+    if numpy := sys.modules.get("numpy"):
+        generators.append((numpy.random.get_state, numpy.random.set_state))
+    return generators
 
 
 def _generator(kind: str, device: torch.device) -> Generator:

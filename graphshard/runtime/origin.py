@@ -39,7 +39,7 @@ class Replay:
 
     inputs: list[Tensor]
     overwritten: dict[int, Tensor]
-    random: list[Tensor]
+    random: list[Any]
     tangents: list[Tensor | None] = field(default_factory=list)
 
     @classmethod
@@ -52,11 +52,15 @@ class Replay:
     @contextlib.contextmanager
     def random_numbers(self, device: torch.device) -> Iterator[None]:
         """Draw the numbers of the call inside; the generators are then as they were before."""
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices, enabled=bool(self.random)):
-            for (_, put), state in zip(generators_of(device), self.random, strict=False):
+        generators = generators_of(device) if self.random else []
+        now = [get() for get, _ in generators]
+        try:
+            for (_, put), state in zip(generators, self.random, strict=True):
                 put(state)
             yield
+        finally:
+            for (_, put), state in zip(generators, now, strict=True):
+                put(state)
 
 
 def overwritten_by(program: Program) -> list[int]:

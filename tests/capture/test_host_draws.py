@@ -12,6 +12,7 @@ import pytest
 import torch
 from capture_models import Net, X, linear
 from torch import nn
+from transformers.models.wav2vec2 import modeling_wav2vec2
 
 import graphshard
 from graphshard.capture.entry import capture
@@ -199,3 +200,27 @@ def test_a_number_that_python_needs_is_refused():
     model = Net(lambda m, x: m.fc(x) if float(torch.rand(())) < 0.5 else x, fc=linear())
     with pytest.raises(CaptureError, match=r"take `tensor\.item\(\)` instead of `float\(tensor\)`"):
         graphshard.compile(model, POLICY, example_inputs=(X,))
+
+
+class Augmenting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.null = linear(), nn.Parameter(torch.ones(4))
+
+    def forward(self, x, padding):
+        mask = modeling_wav2vec2._compute_mask_indices(
+            (x.shape[0], x.shape[1]), 0.4, 2, attention_mask=padding, min_masks=1
+        )
+        x = self.fc(x)
+        x[torch.tensor(mask, device=x.device, dtype=torch.bool)] = self.null
+        return x.sin() * x
+
+
+@pytest.mark.parametrize("fields", [{}, {"recompute": "units"}])
+def test_spec_augment_draws_in_each_call(fields):
+    """Its mask is larger than the state of a generator, and yet not drawn again."""
+    padding = torch.arange(2000) < torch.tensor([[2000], [2000], [1500]])
+    model = Net(lambda m, x: m.blocks[1](m.blocks[0](x, None), padding).sum())
+    model.blocks = nn.ModuleList(Augmenting() for _ in range(2))
+    policy = graphshard.BlockPolicy({Augmenting}, **fields)
+    same_as_eager(model, graphshard.compile(copy.deepcopy(model), policy), torch.randn(3, 2000, 4))
