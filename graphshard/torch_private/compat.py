@@ -179,7 +179,9 @@ def _assumed_value(size: Any) -> Any:
 
 def python_of_sizes(expression: Any) -> str:
     """A sympy expression of sizes as Python, over the names of `size_functions` and its symbols."""
-    return str(private("torch.utils._sympy.printers", "PythonPrinter")().doprint(expression))
+    printer = private("torch.utils._sympy.printers", "PythonPrinter")()
+    printer._print_Float = lambda number: repr(float(number))  # 0.4, not 0.40000000000000002
+    return str(printer.doprint(expression))
 
 
 def size_functions() -> dict[str, Any]:
