@@ -61,18 +61,26 @@ def capture(
         try:
             return _capture_in_turn(example)
         except DrawsError as error:
-            drawn = replace(example, draws=Expected(error.draws))
+            return _capture_with_draws(example, error.draws)
         except CaptureError as error:
             if not _looks_at_values(error):
                 raise
             return _capture_with_draws_of_torch(example, error)
-        try:
-            return _capture_sizes_by_values([], drawn)
-        except (CaptureError, DrawsError) as error:
-            reason = f"numbers drawn from random or numpy.random are no inputs: {error}"
-            _forget(error)
-        captured = _capture_in_turn(replace(example, draws=Expected(baked_in=True)))
-    captured.program.notes += (reason,)
+
+
+def _capture_with_draws(example: Example, draws: tuple[Draw, ...]) -> Capture:
+    """Trace a step that draws numbers on the host: as inputs if it can, else baked in."""
+    try:
+        return _capture_sizes_by_values([], replace(example, draws=Expected(draws)))
+    except (CaptureError, DrawsError) as error:
+        refusal = CaptureError(f"numbers drawn from random or numpy.random are no inputs: {error}")
+        _forget(error)
+    try:
+        return _capture_with_draws_of_torch(example, refusal)
+    except CaptureError as error:
+        _forget(error)
+    captured = _capture_in_turn(replace(example, draws=Expected(baked_in=True)))
+    captured.program.notes += (str(refusal),)
     return captured
 
 

@@ -87,6 +87,21 @@ def draws_by_what_was_drawn(m, x):
     return m.layers[1](x)
 
 
+def skips_by_torch_and_on_the_host(m, x):
+    x = m.layers[0](x) * random.uniform(0.5, 1)
+    for layer in m.layers[1:]:
+        if torch.rand(()) < 0.5 or x.dim() == 1:
+            x = layer(x)
+        if random.random() < 0.5:
+            x = x.tanh()
+    return m.fc(x)
+
+
+def chooses_by_torch_and_scales_on_the_host(m, x):
+    x = m.layers[0](x) if torch.rand(()) < 0.5 else m.layers[1](x)
+    return m.fc(x) * random.random()
+
+
 def draws_noise_after(m, x):
     x = m.layers[0](x) if torch.rand(()) < 0.5 else m.layers[1](x).tanh()
     return m.fc(x + torch.randn(x.shape[0], 4))
@@ -135,6 +150,8 @@ def same_as_eager(model, sharded, x=X, seeds=8):
         (goes_deeper, 3),
         (draws_by_what_was_drawn, 3),
         (draws_noise_after, 2),
+        (skips_by_torch_and_on_the_host, 1),
+        (chooses_by_torch_and_scales_on_the_host, 2),
         (chooses, None),
     ],
 )
