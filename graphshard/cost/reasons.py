@@ -338,10 +338,18 @@ class Reasons:
 
         Casts of its results, or of the operands of the next collective, do not count.
         """
+        if place > self._last_compute:
+            return None
         for node in self.nodes[place + 1 :]:
             if node.target in ops.REDUCES or (ops.is_compute(node) and self._takes_time(node)):
                 return node
         return None
+
+    @cached_property
+    def _last_compute(self) -> int:
+        """The place of the last compute node that takes time."""
+        places = (self.place[n] for n in self.nodes if ops.is_compute(n) and self._takes_time(n))
+        return max(places, default=0)
 
 
 def _comes_from(value: fx.Node, collective: fx.Node) -> bool:
