@@ -378,3 +378,23 @@ def test_a_layer_takes_sequences_packed_elsewhere(kind):
     for lengths in ([5, 3], [4, 4], [5, 3], [5, 4]):
         packed = pack_padded_sequence(torch.randn(5, 2, 4), torch.tensor(lengths))
         same_step(model, sharded, packed)
+
+
+@pytest.mark.parametrize(
+    ("forward", "programs"),
+    [
+        (lambda m, x, at: m.fc(x[at : at + 3]), 1),
+        (lambda m, x, at: m.fc(x)[:, at : at + 2], 1),
+        (lambda m, x, at: x @ m.fc.weight[at : at + 2].T, 1),
+        (lambda m, x, at: m.fc(x).narrow(0, at, 2), 1),
+        (lambda m, x, at: m.fc(x[at : at + 4])[1 : at + 2], 1),
+        (lambda m, x, at: m.fc(x).t()[at:].contiguous(), 1),
+        (lambda m, x, at: m.fc(x)[at], 3),
+    ],
+)
+def test_slices_begin_where_values_say(forward, programs):
+    model = Net(lambda m, x, at: forward(m, x, at.item()), fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), graphshard.SizePolicy(10))
+    for at in range(3):
+        same_step(model, sharded, X, torch.tensor(at), objective=lambda out: out.square().sum())
+    assert len(sharded.programs) == programs
