@@ -15,6 +15,9 @@ from graphshard.program.sizes import Answer, Sizes
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.kernels import DEVICE, OTHERWISE, as_real
+from graphshard.torch_private.unbacked import raw_symbols
+
+_SLICES = frozenset({torch.ops.aten.slice.Tensor, torch.ops.aten.select.int})
 
 
 def constant_folding_fake_mode(
@@ -73,6 +76,8 @@ def constant_folding_fake_mode(
             if func in OTHERWISE and device == DEVICE:
                 with self:
                     result = as_real(func, args, kwargs, result)
+            if sizes is not None and func in _SLICES:
+                sizes.of_slices.update(raw_symbols((*result.shape, result.storage_offset())))
             self.recipes.remember(func, args, kwargs, result)
             self.recipes.note_numbers(func, args, result)
             return result

@@ -53,7 +53,6 @@ class SizeNodes:
         self.inputs = inputs
         self.by_size: dict[tuple[type, Any], fx.Node] = {}
         self.by_values: dict[Any, fx.Node] = {}  # by unbacked symbol, as traced
-        self.offsets: set[Any] = set()  # symbols of where views begin, which no node needs
         self.last_forward: fx.Node = next(iter(reversed(graph.nodes)))
 
     def before(
@@ -87,10 +86,7 @@ class SizeNodes:
             self.by_size.setdefault(_key(node.meta["val"]), node)
         elif node.meta["phase"] == FORWARD:
             self.last_forward = node
-        val = node.meta.get("val")
-        if isinstance(val, torch.Tensor) and isinstance(val.storage_offset(), SYMBOLIC):
-            self.offsets.update(unbacked.raw_symbols(val.storage_offset()))
-        for symbol in unbacked.raw_symbols(val):
+        for symbol in unbacked.raw_symbols(node.meta.get("val")):
             if symbol not in self.by_values:
                 self._read_off(symbol, node)
 
@@ -172,8 +168,9 @@ class SizeNodes:
             symbols = sorted(promise.condition.free_symbols, key=str)
             text = expression_text(promise.condition, self.sizes.names)
             missing = set(symbols) - of_symbol.keys()
-            if missing and missing <= self.offsets:
-                continue  # torch's own, of the slice that makes the view
+            is_bound = getattr(promise.condition, "rel_op", "") in ("<=", ">=")
+            if is_bound and missing == set(symbols) <= self.sizes.of_slices:
+                continue  # torch's own, of a slice that the program does not make
             if missing:
                 is_true = self.sizes.is_true_of_calls
                 if is_true is not None and is_true(promise.condition):

@@ -110,6 +110,7 @@ class Sizes:
         self._runs: list[int] = []  # the symbols that there were before each run
         self.unread: list[str] = []  # lines that ask for a number which no node reads
         self.asked: set[Any] = set()  # symbols that a decision was about, whose lines do not count
+        self.of_slices: set[Any] = set()  # symbols of the sizes of slices, and of where they begin
         # During a trace: whether a condition is true of each call that the program will serve.
         self.is_true_of_calls: Callable[[Any], bool] | None = None
         self.symbols: tuple[Size, ...] = ()

@@ -380,6 +380,12 @@ def test_a_layer_takes_sequences_packed_elsewhere(kind):
         same_step(model, sharded, packed)
 
 
+def zeroed(x, at):
+    x = x.clone()
+    x[at : at + 2] = 0
+    return x
+
+
 @pytest.mark.parametrize(
     ("forward", "programs"),
     [
@@ -390,6 +396,7 @@ def test_a_layer_takes_sequences_packed_elsewhere(kind):
         (lambda m, x, at: m.fc(x[at : at + 4])[1 : at + 2], 1),
         (lambda m, x, at: m.fc(x).t()[at:].contiguous(), 1),
         (lambda m, x, at: m.fc(x)[at], 3),
+        (lambda m, x, at: zeroed(m.fc(x), at), 1),
     ],
 )
 def test_slices_begin_where_values_say(forward, programs):
@@ -398,3 +405,12 @@ def test_slices_begin_where_values_say(forward, programs):
     for at in range(3):
         same_step(model, sharded, X, torch.tensor(at), objective=lambda out: out.square().sum())
     assert len(sharded.programs) == programs
+
+
+def test_a_check_of_a_slice_that_nothing_uses_is_refused():
+    def forward(m, x, at):
+        torch._check(x[at.item() :].shape[0] == 3)
+        return m.fc(x)
+
+    with pytest.raises(CaptureError, match="about the size of a value that it does not use"):
+        capture(Net(forward, fc=linear()), (X, torch.tensor(3)))
