@@ -133,10 +133,14 @@ class _Numbers(dict[Any, Tensor]):
         """Note that a number, if it is symbolic, is read off `tensor`."""
         self.update(dict.fromkeys(raw_symbols(number), tensor))
 
-    def within(self, condition: Any) -> list[Any]:
-        """The symbols of a condition, in the order they were read; [] if one is not known."""
+    def question(self, condition: Any) -> tuple[str, list[Tensor]] | None:
+        """A condition as text that all runs share, and its tensors; None if one is not known."""
         free = condition.free_symbols
-        return [symbol for symbol in self if symbol in free] if free <= self.keys() else []
+        if not free or not free <= self.keys():
+            return None
+        symbols = [symbol for symbol in self if symbol in free]
+        names = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
+        return str(condition.xreplace(names)), [self[symbol] for symbol in symbols]
 
     def truth(self, condition: Any) -> Tensor:
         """A condition as a tensor; comparisons of numbers are those that Python would make."""
@@ -193,11 +197,10 @@ class _Run(TorchFunctionMode):
 
     def ask(self, condition: Any) -> Any:
         """Answer a question about numbers that were read off tensors; None if it is not one."""
-        symbols = self._numbers.within(condition)
-        if not symbols:
+        asked = self._numbers.question(condition)
+        if asked is None:
             return None
-        names = {symbol: sympy.Symbol(f"n{place}") for place, symbol in enumerate(symbols)}
-        text, operands = str(condition.xreplace(names)), [self._numbers[each] for each in symbols]
+        text, operands = asked
         return sympy.sympify(self._note_question(condition, _asks, [text], operands))
 
     def _note_question(
@@ -415,9 +418,12 @@ class _Applied(TorchFunctionMode):
 
     def ask(self, condition: Any) -> Any:
         """Answer the question that is next in the plan."""
-        call = self._calls[self._at]
-        if call.question is None or not self._numbers.within(condition):
+        asked = self._numbers.question(condition)
+        if asked is None:
             return None
+        call = self._calls[self._at]
+        if call.question is None or (call.func, call.given) != (_asks, [asked[0]]):
+            raise BothWaysError("two runs of the forward ask differently")
         self._at += 1
         if call.question not in self._asked:
             self._is_asked = True

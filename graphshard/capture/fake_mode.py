@@ -15,7 +15,6 @@ from graphshard.program.sizes import Answer, Sizes
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.kernels import DEVICE, OTHERWISE, as_real
-from graphshard.torch_private.unbacked import raw_symbols
 
 _SLICES = frozenset({torch.ops.aten.slice.Tensor, torch.ops.aten.select.int})
 
@@ -77,7 +76,7 @@ def constant_folding_fake_mode(
                 with self:
                     result = as_real(func, args, kwargs, result)
             if sizes is not None and func in _SLICES:
-                sizes.of_slices.update(raw_symbols((*result.shape, result.storage_offset())))
+                sizes.note_slice(args, result)
             self.recipes.remember(func, args, kwargs, result)
             self.recipes.note_numbers(func, args, result)
             return result

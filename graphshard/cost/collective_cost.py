@@ -114,6 +114,7 @@ def _line(op: str, shape: GroupShape, hardware: Hardware) -> tuple[float, float,
 
 
 def _bandwidth(shape: GroupShape, hardware: Hardware) -> float:
+    """Bytes a second over the slowest link of the ring."""
     slowest = hardware.intra_bandwidth
     if shape.nodes > 1:
         across = hardware.inter_bandwidth * shape.per_node

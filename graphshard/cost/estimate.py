@@ -402,6 +402,7 @@ def optimizer_seconds(plan: ShardingPlan, hardware: Hardware, optimizer: str) ->
 def _units_of(
     plan: ShardingPlan, timeline: Timeline, memory: MemoryCurve, step_seconds: float
 ) -> tuple[UnitEstimate, ...]:
+    """Estimate each unit of `plan`; `step_seconds` is the whole step, the optimizer included."""
     compute: dict[str, float] = defaultdict(float)
     for span in timeline.spans:
         if span.stream == COMPUTE:

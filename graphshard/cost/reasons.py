@@ -238,6 +238,7 @@ class Reasons:
 
     @cached_property
     def _budgeted(self) -> Sequence[int]:
+        """By place, the bytes that count in the budget."""
         budget = self.program.budget
         assert budget is not None
         return held_by_place(self.program, budget)

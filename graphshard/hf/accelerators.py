@@ -333,11 +333,8 @@ def _save_state(original: Callable[..., Any], self: Accelerator, *args: Any, **k
             for number, (model, optimizer) in enumerate(pairs):
                 model.save_checkpoint(Path(folder) / _FOLDER.format(number), optimizer)
 
-        handle = self.register_save_state_pre_hook(hook)
-        try:
+        with self.register_save_state_pre_hook(hook):
             return original(self, *args, **kwargs)
-        finally:
-            handle.remove()
 
 
 def _load_state(original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -350,11 +347,8 @@ def _load_state(original: Callable[..., Any], self: Accelerator, *args: Any, **k
             for number, (model, optimizer) in enumerate(pairs):
                 model.load_checkpoint(Path(folder) / _FOLDER.format(number), optimizer)
 
-        handle = self.register_load_state_pre_hook(hook)
-        try:
+        with self.register_load_state_pre_hook(hook):
             return original(self, *args, **kwargs)
-        finally:
-            handle.remove()
 
 
 def _get_state_dict(

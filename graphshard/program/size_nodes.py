@@ -167,11 +167,9 @@ class SizeNodes:
         for promise in self.sizes.promises():
             symbols = sorted(promise.condition.free_symbols, key=str)
             text = expression_text(promise.condition, self.sizes.names)
-            missing = set(symbols) - of_symbol.keys()
-            is_bound = getattr(promise.condition, "rel_op", "") in ("<=", ">=")
-            if is_bound and missing == set(symbols) <= self.sizes.of_slices:
-                continue  # torch's own, of a slice that the program does not make
-            if missing:
+            if not of_symbol.keys() >= set(symbols):
+                if promise.condition in self.sizes.of_slices:
+                    continue  # of a slice that the program does not make
                 is_true = self.sizes.is_true_of_calls
                 if is_true is not None and is_true(promise.condition):
                     continue

@@ -24,6 +24,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from graphshard.errors import FixedSizeError, PassError, SizeCheckError, user_line_of
 from graphshard.torch_private import compat as torch_compat
@@ -110,7 +111,7 @@ class Sizes:
         self._runs: list[int] = []  # the symbols that there were before each run
         self.unread: list[str] = []  # lines that ask for a number which no node reads
         self.asked: set[Any] = set()  # symbols that a decision was about, whose lines do not count
-        self.of_slices: set[Any] = set()  # symbols of the sizes of slices, and of where they begin
+        self.of_slices: set[Any] = set()  # what torch promises about a slice that it makes
         # During a trace: whether a condition is true of each call that the program will serve.
         self.is_true_of_calls: Callable[[Any], bool] | None = None
         self.symbols: tuple[Size, ...] = ()
@@ -191,6 +192,18 @@ class Sizes:
             expression_text(condition, self.names): without_folder(line)
             for condition, line in self.answers_if_empty.items()
             if condition.free_symbols <= self.names.keys()
+        }
+
+    def note_slice(self, operands: Any, result: Tensor) -> None:
+        """Note what torch promised just now about the new symbols of a slice of `operands`."""
+        new = {*unbacked.raw_symbols((*result.shape, result.storage_offset()))}
+        for each in tree_leaves(operands):
+            parts = (*each.shape, each.storage_offset()) if isinstance(each, Tensor) else (each,)
+            new -= {*unbacked.raw_symbols(parts)}
+        self.of_slices |= {
+            promise.condition
+            for promise in unbacked.promises(self.environment, {})
+            if promise.condition.free_symbols & new
         }
 
     def equate_runs(self) -> None:

@@ -1,6 +1,6 @@
 """SHARD_OPTIMIZER: every rank keeps all rows of a parameter and updates its own; see README.md.
 
-Of a parameter that is not split along dim 0, the rank's part lies behind the whole.
+A parameter that is not split along dim 0 keeps the rank's part behind the whole.
 """
 
 from __future__ import annotations

@@ -166,6 +166,19 @@ def test_calls_draw_as_in_eager(forward, programs):
         assert len(sharded.programs) == programs
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "forward",
+    [skips(lambda: random.random()), skips(lambda: torch.rand(1, device="cuda").item()), scales],
+)
+def test_calls_on_cuda_draw_as_in_eager(forward):
+    """Numbers of the host stay there, those of the device come from its generator."""
+    model = Net(forward, fc=linear(), layers=layers()).cuda()
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    same_as_eager(model, sharded, X.cuda(), seeds=4)
+    assert len(sharded.programs) == 1
+
+
 def test_draws_of_several_numbers_are_no_inputs():
     """They stay in the program, or are baked in, wherever they stand between others."""
     for forward, inputs in ((draws_noise_before, 2), (draws_arrays_between, 2)):
