@@ -356,6 +356,7 @@ def plan_with_program(
             grad=torch.is_grad_enabled(),
             precisions=sharding_plan.precisions,
             names=names,
+            progress=progress,
         ).program
     sharding_plan = with_capture_warnings(sharding_plan, program)
     program.stale = sharding_plan.stale_after_step

@@ -23,8 +23,8 @@ class Stages(Protocol):
         """Enter a stage of the work with `total` steps, if their number is known."""
         ...
 
-    def advance(self) -> None:
-        """Count one step of the innermost stage as done."""
+    def advance(self, steps: int = 1) -> None:
+        """Count `steps` of the innermost stage as done."""
         ...
 
 
@@ -90,16 +90,19 @@ class Progress:
             self._counts.pop()
             self._hide()
 
-    def advance(self) -> None:
-        """Count one step of the innermost stage as done."""
-        if self._counts:
-            name, done, total = self._counts[-1]
-            self._counts[-1] = name, done + 1, total
-            if time.perf_counter() - self._written >= _LINE_SECONDS:
-                self._write(f"{'  ' * (self._depth - 1)}{name} {done + 1}/{total or '?'}")
+    def advance(self, steps: int = 1) -> None:
+        """Count `steps` of the innermost stage as done."""
+        if not self._counts:
+            return
+        name, done, total = self._counts[-1]
+        done += steps
+        self._counts[-1] = name, done, total
+        if time.perf_counter() - self._written >= _LINE_SECONDS:
+            self._write(f"{'  ' * (self._depth - 1)}{name} {done}/{total or '?'}")
         if self._bars is not None:
-            self._bars.update(self._open[-1], advance=1, steps=_steps(done + 1, total))
-            self._bars.refresh()
+            self._bars.update(self._open[-1], advance=steps, steps=_steps(done, total))
+            if done == total:  # until then the bars draw themselves ten times a second
+                self._bars.refresh()
 
     def tell(self, text: str) -> None:
         """Show lines of text above the bars, or among the lines."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from graphshard.errors import is_library
+from graphshard.progress import Stages
 from graphshard.torch_private import trace as torch_trace
 
 FQN = "fqn"
@@ -57,12 +58,38 @@ def note_lines(*outermost: str) -> Iterator[None]:
         yield
 
 
+class RunProgress:
+    """Runs of a forward as stages whose steps are the modules of `model`."""
+
+    def __init__(self, model: nn.Module, stages: Stages) -> None:
+        self._stages = stages
+        self._inside: dict[str, list[str]] = {"": []}  # the modules in each, itself among them
+        self._done: set[str] = set()
+        for fqn, _ in model.named_modules():
+            parts = fqn.split(".") if fqn else []
+            for depth in range(len(parts) + 1):
+                self._inside.setdefault(".".join(parts[:depth]), []).append(fqn)
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """A context around one run."""
+        self._done = set()
+        with self._stages.stage("forward", len(self._inside[""])):
+            yield
+
+    def left(self, fqn: str) -> None:
+        """Count the module as done, and those in it, whose calls may have been left out."""
+        done = self._done.union(self._inside[fqn])
+        self._stages.advance(len(done) - len(self._done))
+        self._done = done
+
+
 @contextlib.contextmanager
-def annotate_nodes(model: nn.Module) -> Iterator[None]:
+def annotate_nodes(model: nn.Module, left: Callable[[str], None]) -> Iterator[None]:
     """Annotate traced nodes with the FQN of the module that made them, and the calls around it.
 
     "calls" is a tuple of (module FQN, call number) from the root inwards: a module that is used
-    twice has two numbers.
+    twice has two numbers. `left` is told the FQN of each module whose call ends.
     """
     annotate = torch_trace.annotate()
     open_contexts: list[tuple[nn.Module, Any]] = []
@@ -83,7 +110,7 @@ def annotate_nodes(model: nn.Module) -> Iterator[None]:
         # A module that raised inside left its context open; close it with its caller's.
         while open_contexts:
             opened_by, context = open_contexts.pop()
-            calls.pop()
+            left(calls.pop()[0])
             context.__exit__(None, None, None)
             if opened_by is module:
                 return

@@ -26,6 +26,7 @@ from graphshard.capture.sizes_by_values import admit_empty
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, FixedSizeError
 from graphshard.policy.precision import Precisions
+from graphshard.progress import Progress, Stages
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.unbacked import asks_if_empty, undecided_error
 
@@ -44,6 +45,7 @@ def capture(
     entry: EntryPoint = MAIN_ENTRY,
     precisions: Precisions | None = None,
     buffer: Callable[[str], Tensor] | None = None,
+    progress: Stages | None = None,
 ) -> Capture:
     """Trace one step of `model`, which is left as it was, into a `Program`.
 
@@ -52,10 +54,22 @@ def capture(
     CUDA program captured without CUDA is traced for the CPU, and `program.notes` says so. Without
     `grad` it has a forward only. `names` are for each tensor of the call (in the order of
     `take_apart`) its dynamic dimensions, of sizes of at least 2; see `graphshard.capture.dynamic`.
+    `progress` shows each run of forward, of which a trace makes two or more.
     """
     target = torch.device(device)
     buffer = buffer or dict(model.named_buffers(remove_duplicate=False)).__getitem__
-    example = Example(model, args, kwargs or {}, target, grad, names, entry, precisions, buffer)
+    example = Example(
+        model,
+        args,
+        kwargs or {},
+        target,
+        grad,
+        names,
+        entry,
+        precisions,
+        buffer,
+        progress or Progress(visible=False),
+    )
     # In inference mode composite operators reach the trace whole, and take apart behind autocast.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         try:

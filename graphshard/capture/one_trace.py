@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture import traced_module
-from graphshard.capture.annotation import annotate_nodes, note_lines
+from graphshard.capture.annotation import RunProgress, annotate_nodes, note_lines
 from graphshard.capture.as_eager import (
     attention_of_cuda,
     eager_kernels,
@@ -55,6 +55,7 @@ from graphshard.errors import CaptureError, warn_user
 from graphshard.policy.precision import Precisions
 from graphshard.program.program import Program
 from graphshard.program.sizes import Sizes
+from graphshard.progress import Stages
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.gc_pause import pause_collections
@@ -97,6 +98,7 @@ class Example:
     entry: EntryPoint
     precisions: Precisions | None
     buffer: Callable[[str], Tensor]
+    progress: Stages
     draws: Expected = _NO_DRAWS
 
     def taken_apart(self) -> tuple[list[Tensor], Structure, range]:
@@ -195,6 +197,8 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
     if questions is not None:
         traced.on_call = partial(_begin_run, questions)
     traced.both_ways = both_ways
+    progress = RunProgress(model, example.progress)
+    traced.around_run = progress.run
     with (
         explain_errors(model, None if sizes is None else sizes.environment),
         restore_random_state() as generators,
@@ -211,6 +215,7 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
                 way.functional,
                 traced_on.type != target.type,
                 mode,
+                progress,
             )
         except AssertionError:
             # Torch runs the forward twice and compares what it returned: sizes, and numbers where
@@ -296,13 +301,14 @@ def _trace(
     functional: bool,
     off_target: bool,
     mode: Any,
+    progress: RunProgress,
 ) -> Any:
     export = torch_trace.joint_graph_exporter()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(torch_trace.preserve_node_meta()())
         stack.enter_context(encoder_layers(model))  # before hooks of our own
-        stack.enter_context(annotate_nodes(model))
+        stack.enter_context(annotate_nodes(model, progress.left))
         stack.enter_context(note_lines(traced_module.__file__, __file__))
         stack.enter_context(tag_checkpoint_regions(off_target=off_target))
         stack.enter_context(recurrent_layers())

@@ -123,11 +123,11 @@ class TracedModel(nn.Module):
     tensors else and their structures, `state_changes` names what else its forward assigned, and
     `reachable` the parameters autograd connects to an output.
     `on_call` is called before each run of the module with its inputs and, by FQN, its buffers: a
-    trace runs it more than once. A call whose tensors are not functionalized runs in the context
-    that `plain` makes. A buffer that forward assigns is replaced by a value that carries a
-    gradient, or by any if `replaces_buffers`. `repetition` may leave calls of blocks out, and
-    `both_ways` answer questions about values. The draws that `draws` expects are inputs behind
-    those of the call.
+    trace runs it more than once, in the context that `around_run` makes. A call whose tensors are
+    not functionalized runs in the context that `plain` makes, too. A buffer that forward assigns is
+    replaced by a value that carries a gradient, or by any if `replaces_buffers`. `repetition` may
+    leave calls of blocks out, and `both_ways` answer questions about values. The draws that `draws`
+    expects are inputs behind those of the call.
     """
 
     def __init__(
@@ -171,6 +171,7 @@ class TracedModel(nn.Module):
         self._code = walk.modules
         self.reachable: frozenset[int] = frozenset()
         self.on_call: Callable[[Sequence[Tensor], Mapping[str, Tensor]], None] | None = None
+        self.around_run: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.both_ways = BothWays()
         self._model = [model]  # in a list, so that it is no submodule of this one
 
@@ -210,6 +211,7 @@ class TracedModel(nn.Module):
         past = PastTheTrace(names, reads.note_values, reads.used.append, reads.note_look)
         is_plain = not any(map(torch_trace.is_functional, (*params, *buffers, *tensors)))
         with (
+            self.around_run(),
             self.both_ways.run(),
             restore_module_state(model) as effects,
             self._plain() if is_plain else nullcontext(),

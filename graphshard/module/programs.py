@@ -451,6 +451,7 @@ class Programs:
                 entry=call.entry,
                 precisions=bindings.plan.precisions,
                 buffer=bindings.buffer,
+                progress=progress,
             )
 
     @cached_property

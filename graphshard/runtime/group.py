@@ -471,16 +471,19 @@ def usable_device(device: Any) -> torch.device:
 
 
 def join_launched_ranks() -> None:
-    """Make the default process group if a launcher started several ranks and nobody made it.
+    """Make the default process group if a launcher started the ranks and nobody made it.
 
-    As torch's `fully_shard`, by `init_process_group()`, so by the environment; the log says so.
+    As torch's `fully_shard`, by `init_process_group()`, so by the environment; the log says so. A
+    launcher of one rank gets a group, too, so that one rank has the DTensors that several have.
     """
     ranks = os.environ.get("WORLD_SIZE", "")
-    launched = ranks.isdecimal() and int(ranks) > 1
+    launched = ranks.isdecimal() and int(ranks) > 0
     if not launched or not dist.is_available() or dist.is_initialized():
         return
     names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if lacking := [name for name in names if name not in os.environ]:
+        if int(ranks) == 1:
+            return  # some schedulers set it for a single process
         raise PolicyError(
             f"WORLD_SIZE is {ranks} in the environment, there is no process group, and "
             f"{' and '.join(lacking)} {'are' if len(lacking) > 1 else 'is'} not set to make one; "

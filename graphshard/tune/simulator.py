@@ -25,6 +25,7 @@ from graphshard.policy.precision import Precisions
 from graphshard.program.pass_protocol import PassLike, apply_passes
 from graphshard.program.program import Program
 from graphshard.program.spans import assign_units
+from graphshard.progress import Stages
 from graphshard.tune.space import PLAIN, Candidate, Space
 from graphshard.tune.tuning import CandidateResult
 
@@ -39,6 +40,7 @@ class Captures:
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
         device: the device to capture for.
+        progress: shows each capture.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class Captures:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         device: torch.device | str,
+        progress: Stages | None = None,
     ) -> None:
         self.model, self.args, self.kwargs = model, tuple(args), dict(kwargs)
-        self.device = device
+        self.device, self.progress = device, progress
         self._shared: Program | None = None  # with casts at the root alone
         self._may_share = True
         self._cast: frozenset[str] = frozenset()  # modules at which a unit would cast
@@ -107,6 +110,7 @@ class Captures:
             dict(self.kwargs),
             device=self.device,
             precisions=precisions,
+            progress=self.progress,
         ).program
         for node in program.nodes():
             op_cost(node)  # copies of the program keep the cached costs of its nodes

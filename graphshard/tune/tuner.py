@@ -62,7 +62,8 @@ def tune(
     space = Space(auto, Blocks(tree), mesh, auto.described())
     if captures is None:
         device = device or space.hardware.program_device
-        captures = Captures(model, tuple(example_inputs or ()), example_kwargs or {}, device)
+        args, kwargs = tuple(example_inputs or ()), example_kwargs or {}
+        captures = Captures(model, args, kwargs, device, progress)
     with progress.stage("tune"):
         with progress.stage("capture"):
             simulator = Simulator(captures, space)

@@ -18,6 +18,7 @@ from graphshard.capture.captured import Capture
 from graphshard.capture.entry import capture
 from graphshard.policy import MixedPrecision
 from graphshard.policy.precision import Precisions
+from graphshard.progress import Progress
 
 EVERY = {**REPEATED, **WHOLE, **HIDING}
 
@@ -196,6 +197,23 @@ def test_mixed_precision(inner: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     )
     _assert_same(captured, whole)
     assert repeats
+
+
+def test_progress_counts_the_modules_of_calls_that_are_left_out() -> None:
+    model, modules = encoder(), len([*encoder().modules()])
+    stages: list[list[int]] = []
+
+    class Stages(Progress):
+        def stage(self, name: str, total: int | None = None) -> Any:
+            stages.append([0, total or 0])
+            return super().stage(name, total)
+
+        def advance(self, steps: int = 1) -> None:
+            stages[-1][0] += steps
+
+    capture(model, (torch.randn(2, 3, WIDTH),), progress=Stages())
+    assert stages == [[modules, modules]] * len(stages)
+    assert stages
 
 
 def test_what_blocks_differ_in_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -96,8 +96,8 @@ class Stages:
         yield
         self.open.pop()
 
-    def advance(self) -> None:
-        self.steps += 1
+    def advance(self, steps: int = 1) -> None:
+        self.steps += steps
 
 
 def test_default_passes_follow_the_policy() -> None:

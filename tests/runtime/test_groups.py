@@ -17,7 +17,7 @@ from full_tensors import full
 from ranks import checks_of, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 import graphshard
 from graphshard.errors import PolicyError
@@ -50,6 +50,26 @@ def test_ranks_with_nccl_compute_on_cuda(backends: str, cuda: bool, expected: st
         meeting_group(None, None)
     ((_, device),) = [call.args for call in group_of.call_args_list]
     assert device == torch.device("cuda:3" if expected == "cuda" else "cpu")
+
+
+def test_a_launched_single_rank_has_dtensors_as_several_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as some schedulers leave it
+    plain = graphshard.compile(nn.Linear(3, 2), graphshard.SizePolicy())
+    assert not dist.is_initialized()
+    assert not isinstance(plain.weight, DTensor)
+    launcher = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    monkeypatch.setattr(os, "environ", os.environ | launcher)
+    model = nn.Linear(3, 2)
+    weight = model.weight.detach().clone()
+    try:
+        sharded = graphshard.compile(model, graphshard.SizePolicy())
+        sharded(torch.ones(4, 3)).sum().backward()
+        assert torch.equal(sharded.weight.full_tensor(), weight)
+        assert torch.equal(sharded.weight.grad.full_tensor(), torch.full((2, 3), 4.0))
+    finally:
+        dist.destroy_process_group()
 
 
 def smaller_groups_wait_as_long(rank: int) -> None:
