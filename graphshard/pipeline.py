@@ -197,12 +197,14 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
             SplitReduces(apart=0.0, alone=APART),
         )
     share = policy.bytes_merged(process_group_backend)
+    kept = SkipReshard(together=share)
     together = (MergeGathers(share, forward, backward),) if share else ()
     if policy.schedule != "overlap":
-        return (*apart, *together, ReleaseEarly())
+        return (*apart, kept, *together, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     return (
         *apart,
+        kept,
         SetBudget(hardware, forward, backward),
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from graphshard.cost.collective_cost import ranks_of
+from graphshard.cost.streams import moved_bytes
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError
 from graphshard.passes.by_cost import ByCost
@@ -46,13 +48,21 @@ class SkipReshard(ByCost):
 
     Args:
         units: FQNs of the units to keep unsharded. None chooses them.
+        together: keep the units with which backward begins instead, without a simulation, where
+            their options allow it: the first, and those that follow it while one rank stores no
+            more bytes of them than this. Their gathers would be issued as soon as forward ends.
     """
 
     units: tuple[str, ...] | None = None
+    together: int | None = None
 
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
         pairs = pairs_of(program)
-        if self.units is None:
+        if self.together is not None:
+            chosen = _with_which_backward_begins(program, plan, pairs, self.together)
+            if chosen:
+                _note(program, [pair.unit for pair in reversed(chosen)])
+        elif self.units is None:
             chosen = self._choose(program, plan, list(pairs.values()), rest)
         else:
             missing = [unit for unit in self.units if unit not in pairs]
@@ -89,8 +99,7 @@ class SkipReshard(ByCost):
             else:
                 step = min(step, len(ranked)) // 2
         if chosen:
-            names = ", ".join(chosen)
-            program.notes = (*program.notes, f"{names} stay unsharded from forward to backward")
+            _note(program, chosen)
         program.budget = replace(budget, best=best)
         return [pair for pair in pairs if pair.unit in chosen]
 
@@ -126,17 +135,55 @@ def pairs_of(program: Program) -> dict[str, Pair]:
             forward[unit] = wait
         elif unit in forward and unit not in pairs:
             forward_wait = forward[unit]
-            if _freed_in_forward(forward_wait) and _params(wait) <= _params(forward_wait):
+            if _frees(forward_wait) and _params(wait) <= _params(forward_wait):
                 pairs[unit] = Pair(unit, forward_wait, wait)
     return pairs
+
+
+def _with_which_backward_begins(
+    program: Program, plan: ShardingPlan, pairs: dict[str, Pair], together: int
+) -> list[Pair]:
+    """The units that forward frees last and backward gathers first, in backward's order.
+
+    The root is not among them, whose compute stands between forward and backward.
+    """
+    if plan.world_size == 1:
+        return []
+    waits = [wait for wait in gather_waits(program) if wait.meta["phase"] == BACKWARD]
+    begun = sorted(
+        (wait for wait in waits if Collective.of(ops.collective_of(wait)).unit),
+        key=ops.collective_of,
+    )
+    freed = sorted(
+        (pair for pair in pairs.values() if pair.unit),
+        key=lambda pair: max(_frees(pair.forward)),
+        reverse=True,
+    )
+    chosen: list[Pair] = []
+    size = 0
+    for wait, pair in zip(begun, freed, strict=False):
+        gather = ops.collective_of(wait)
+        size += moved_bytes(gather, program)
+        fits = not chosen or size <= together * ranks_of(gather, program)
+        if pair.backward is not wait or not plan.unit(pair.unit).options.may_stay or not fits:
+            break
+        chosen.append(pair)
+    return chosen
+
+
+def _note(program: Program, units: Sequence[str]) -> None:
+    stay = f"{', '.join(units)} {'stay' if len(units) > 1 else 'stays'}"
+    program.notes = (*program.notes, f"{stay} unsharded from forward to backward")
 
 
 def _params(wait: fx.Node) -> set[str]:
     return set(params_of(ops.collective_of(wait)))
 
 
-def _freed_in_forward(wait: fx.Node) -> bool:
-    return any(user.target is ops.free and user.meta["phase"] == FORWARD for user in wait.users)
+def _frees(wait: fx.Node) -> list[fx.Node]:
+    """Where forward frees what was gathered."""
+    users = wait.users
+    return [user for user in users if user.target is ops.free and user.meta["phase"] == FORWARD]
 
 
 def _redirect_backward(program: Program, pair: Pair) -> None:

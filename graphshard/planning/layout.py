@@ -23,11 +23,13 @@ class UnitOptions:
 
     reshard: the state of its gathered parameters after forward. True: freed, and gathered again.
     False: kept unsharded. A number of ranks: kept sharded within each group of so many ranks.
+    may_stay: it is kept although `reshard` is True if backward begins with the unit.
     """
 
     strategy: Strategy = Strategy.FULL_SHARD
     reshard: bool | int = True
     precision: MixedPrecision | None = None
+    may_stay: bool = False
 
     @property
     def reshard_ranks(self) -> int | None:
@@ -71,9 +73,14 @@ def options_of(policy: Policy, unit: str, overrides: Mapping[str, Any]) -> UnitO
             f"unit {unit or '(root)'}: strategy {strategy.value} keeps parameters after forward, "
             f"and reshard_after_forward={reshard!r} does not; leave one of them out"
         )
+    by_default = reshard is None and bool(unit)
     if reshard is None:
         reshard = strategy.frees_after_forward
-    return UnitOptions(strategy, reshard, overrides.get("mixed_precision", policy.mixed_precision))
+    precision = overrides.get("mixed_precision", policy.mixed_precision)
+    # Where memory is bought with time, each byte is held for as short as it can be.
+    saves_memory = policy.memory_budget is not None or policy.recompute is not None
+    stays = by_default and policy.backward_prefetch == "pre" and not saves_memory
+    return UnitOptions(strategy, reshard, precision, may_stay=stays and reshard is True)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,10 @@ class Policy:
         reshard_after_forward: the state of a unit's gathered parameters between forward and
             backward. True: freed and gathered again. False: kept unsharded. A number k of ranks:
             each group of k ranks keeps them sharded among itself, so that backward's gather stays
-            inside the group. None: the strategy decides. The root's parameters are kept unless
+            inside the group. None: the strategy decides, but the unit with which backward begins
+            stays unsharded (those of its first message, where units are merged), since it would be
+            gathered again as soon as forward ends; not with another `backward_prefetch`, with
+            `recompute` or within a `memory_budget`. The root's parameters are kept unless
             `reshard_root`.
         backward_prefetch: the place of a unit's gather in backward. "pre": before the compute of
             the unit that runs before it. "post": after that compute, before its gradients are

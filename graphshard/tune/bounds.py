@@ -6,7 +6,7 @@ All of it is read off the captured program after the group's recomputation; see 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -194,6 +194,18 @@ def _seconds(op: str, size: int, group: str, plan: ShardingPlan, hardware: Hardw
     return collective_seconds(op, size, shape, hardware) if size else 0.0
 
 
+def _surely_again(sizes: Iterable[int], plan: ShardingPlan, small: int) -> list[int]:
+    """The least of the gathers of these bytes, a unit each, that backward makes.
+
+    Those with which it begins may stay gathered: one unit, or some within a message's bytes.
+    """
+    again, stays = sorted(sizes), 0
+    if any(unit.options.may_stay for unit in plan.units):
+        while again and stays < max(1, small * plan.world_size):
+            stays += again.pop()
+    return again
+
+
 def _network_seconds(
     plan: ShardingPlan, hardware: Hardware, needs: _StepNeeds, *, plain: bool
 ) -> float:
@@ -204,7 +216,9 @@ def _network_seconds(
     of its own is one message with all others of its kind.
     """
     forward, backward = needs.reads[FORWARD], needs.reads[BACKWARD]
+    small = plan.policy.bytes_merged(plan.process_group_backend)
     messages: list[tuple[str, int]] = []
+    again: list[int] = []
     for unit in plan.units:
         moved: Counter[tuple[str, str]] = Counter()
         for layout in unit.layouts:
@@ -219,12 +233,13 @@ def _network_seconds(
                 moved["all_gather", BACKWARD] += layout.full_bytes
             moved["reduce_scatter", ""] += grad_bytes
             moved["all_reduce", ""] += grad_bytes // plan.shard_size if plan.replicas > 1 else 0
+        again.append(moved.pop(("all_gather", BACKWARD), 0))
         messages += [(op, size) for (op, _), size in moved.items()]
+    messages += [("all_gather", size) for size in _surely_again(again, plan, small)]
     joined: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     group = ops.REPLICATE if plan.replicas > 1 else ops.ALL
     group_of = {"all_gather": ops.SHARD, "reduce_scatter": ops.SHARD, "all_reduce": group}
-    small = plan.policy.bytes_merged(plan.process_group_backend)
     for op, size in messages:
         if plain and size > small * plan.world_size:
             seconds[op] += _seconds(op, size, group_of[op], plan, hardware)

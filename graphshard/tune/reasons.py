@@ -200,8 +200,6 @@ def _sharding(sharding: Sharding) -> str:
         fields.append(f"reshard_after_forward={sharding.reshard!r}")
     if sharding.reshard_root:
         fields.append("reshard_root=True")
-    if sharding.kept_blocks:
-        fields.append("the last block kept")
     return ", ".join(fields)
 
 

@@ -6,7 +6,7 @@ Units are chosen by the blocks of a model, by large parts of them, and by size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -140,15 +140,11 @@ PLAIN = "fsdp"
 
 @dataclass(frozen=True)
 class Sharding:
-    """A way to shard and free parameters.
-
-    `reshard` is `reshard_after_forward`; the last `kept_blocks` blocks are not freed after forward.
-    """
+    """A way to shard and free parameters; `reshard` is `reshard_after_forward`."""
 
     strategy: Strategy
     reshard: bool | int | None = None
     reshard_root: bool = False
-    kept_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,16 +224,7 @@ class Space:
         else:
             values["hardware"] = self.hardware
         values = self._fixed | values
-        if not sharding.kept_blocks:
-            return replace(self.unit_choices[group.units], **values)
-        last = self.blocks.fqns[-sharding.kept_blocks :]
-        entries: dict[type | str, Mapping[str, Any]] = {}
-        base: Policy | None = self.unit_choices[group.units]
-        if isinstance(base, ModulePolicy):
-            entries, base = dict(base.modules), base.base
-        for fqn in last:
-            entries[fqn] = {**entries.get(fqn, {}), "reshard_after_forward": False}
-        return ModulePolicy(entries, base=base, **values)
+        return replace(self.unit_choices[group.units], **values)
 
     @cached_property
     def _fixed(self) -> dict[str, Any]:
@@ -252,7 +239,7 @@ class Space:
             for offload in self._offloads
             for recompute in self.recomputes
             for units, choice in enumerate(self.unit_choices)
-            for sharding in self._shardings(choice)
+            for sharding in self._shardings()
             if offload is None
             or "params" not in offload
             or sharding.strategy is not Strategy.SHARD_OPTIMIZER
@@ -277,9 +264,8 @@ class Space:
         return (PLAIN, "overlap") if all(map(is_auto, fixed)) else (PLAIN,)
 
     def is_default(self, group: CandidateGroup) -> bool:
-        """Whether the root and the last block have their default, or fixed, resharding."""
-        fixed = not is_auto(self.auto.reshard_root)
-        return not group.sharding.kept_blocks and (fixed or not group.sharding.reshard_root)
+        """Whether the root has its default, or fixed, resharding."""
+        return not is_auto(self.auto.reshard_root) or not group.sharding.reshard_root
 
     def likeliest(self, group: CandidateGroup) -> Candidate:
         """Return a candidate of `group` that is likely among its best."""
@@ -305,7 +291,7 @@ class Space:
             group.offload is not None,
             group.recompute is not None,
             candidate.schedule != PLAIN,
-            sharding.reshard_root or bool(sharding.kept_blocks) or sharding.reshard is not None,
+            sharding.reshard_root or sharding.reshard is not None,
         )
 
     @cached_property
@@ -348,12 +334,10 @@ class Space:
         params, activations = frozenset({"params"}), frozenset({"activations"})
         return [None, activations, params, params | activations]
 
-    def _shardings(self, units: Policy) -> Iterator[Sharding]:
+    def _shardings(self) -> Iterator[Sharding]:
         strategies = [s for s in Strategy if self._allowed(s)]
         if not is_auto(self.auto.strategy):
             strategies = [Strategy(self.auto.strategy)]
-        chosen = set(units.select(self.blocks.tree))
-        last = self.blocks.fqns[-1:] if chosen.issuperset(self.blocks.fqns) else ()
         for strategy in strategies:
             if not strategy.frees_after_forward:
                 keeps = False if self.auto.reshard_after_forward is False else None
@@ -365,8 +349,6 @@ class Space:
                     if not self._matches(reshard, root) or (root and reshard is False):
                         continue
                     yield Sharding(strategy, reshard, root)
-                    if last and reshard is None and is_auto(self.auto.reshard_after_forward):
-                        yield Sharding(strategy, reshard, root, kept_blocks=1)
 
     def _reshards(self) -> list[bool | int | None]:
         """Values of `reshard_after_forward` under a strategy that frees parameters."""

@@ -21,6 +21,7 @@ from granularity import (
 from simulations import SLOW_HOPS, SLOW_NETWORK
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
+from graphshard.cost.memory import memory_of
 from graphshard.errors import PassError
 from graphshard.inspect.plan_text import moved_notes
 from graphshard.passes import merge_gathers
@@ -28,6 +29,7 @@ from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.pipeline import default_passes, run_passes
+from graphshard.planning.layout import options_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
@@ -203,6 +205,65 @@ def test_a_unit_used_twice_is_kept_from_its_last_run_to_backward_s_first() -> No
 def test_a_unit_that_is_not_gathered_again_cannot_be_kept() -> None:
     with pytest.raises(PassError, match=r"skip_reshard: unit '' is not gathered in forward and"):
         finer(toys.blocks, SkipReshard(("",)))
+
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(
+    ("policy", "may_stay", "mesh", "gathered"),
+    [
+        (Policy(), LAYERS, (4,), "gather 1, free 2, gather 0, free 1, free 0"),
+        (Policy(), LAYERS, (2, 2), "gather 1, free 2, gather 0, free 1, free 0"),
+        (Policy(), LAYERS[:2], (4,), "gather 2, gather 1, free 2, gather 0, free 1, free 0"),
+        # A message of backward would hold the last two.
+        (Policy(merge_below=300), LAYERS, (4,), "gather 0, free 1+2, free 0"),
+        (Policy(merge_below=300), LAYERS[2:], (4,), "gather 1+0, free 2, free 1+0"),
+        (Policy(merge_below=1000), LAYERS, (4,), "free 0+1+2"),
+        (Policy(offload="params"), LAYERS, (4,), "gather 1, free 2, gather 0, free 1, free 0"),
+        (
+            Policy(reshard_root=True),
+            LAYERS,
+            (4,),
+            "gather head, gather 1, free 2, gather 0, free 1, free 0, free head",
+        ),
+        (Policy(), LAYERS, (1,), "gather 2, gather 1, free 2, gather 0, free 1, free 0"),
+    ],
+    ids=str,
+)
+def test_units_with_which_backward_begins_stay(
+    policy: Policy, may_stay: tuple[str, ...], mesh: tuple[int, ...], gathered: str
+) -> None:
+    if len(mesh) == 2:
+        policy = replace(policy, strategy="HYBRID_SHARD")
+    program, plan = finer(toys.blocks, policy=policy, mesh=mesh, may_stay=may_stay)
+    assert events(program, BACKWARD, "gather", "free").removesuffix(", free embed+head") == gathered
+    without, _ = finer(toys.blocks, policy=policy, mesh=mesh)
+    kept, freed = (
+        memory_of(each, plan, optimizer="none").peak.bytes for each in (program, without)
+    )
+    assert kept <= freed
+
+
+@pytest.mark.parametrize(
+    ("fields", "stays"),
+    [
+        ({}, True),
+        ({"strategy": "HYBRID_SHARD"}, True),
+        ({"reshard_after_forward": True}, False),
+        ({"reshard_after_forward": False}, False),
+        ({"strategy": "SHARD_GRAD_OP"}, False),
+        ({"backward_prefetch": "post"}, False),
+        ({"memory_budget": 1000}, False),
+        ({"recompute": "units"}, False),
+    ],
+    ids=str,
+)
+def test_who_may_stay(fields: dict[str, Any], stays: bool) -> None:
+    policy = Policy(**fields)
+    assert options_of(policy, "a", {}).may_stay is stays
+    assert not options_of(policy, "", {}).may_stay
+    assert not options_of(policy, "a", {"reshard_after_forward": False}).may_stay
 
 
 def test_units_are_kept_where_their_gather_is_exposed_and_memory_allows() -> None:

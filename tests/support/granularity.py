@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import toy_programs as toys
@@ -36,11 +37,17 @@ def finer(
     mode: Mode = (None, (), ()),
     same: bool = True,
     units: Sequence[str] = (),
+    may_stay: Sequence[str] = (),
 ) -> tuple[Program, ShardingPlan]:
-    """A toy program in FSDP's order, then after `passes`, computing what was captured."""
+    """A toy program in FSDP's order, then after `passes`, computing what was captured.
+
+    `may_stay` are the units that stay gathered if backward begins with them.
+    """
     policy = toys.gathering_at_need(policy or Policy())
     program = build()
     plan = toys.make_toy_plan(program, units or toys.UNITS[build], policy, mesh=mesh)
+    stay = {unit.fqn: replace(unit.options, may_stay=unit.fqn in may_stay) for unit in plan.units}
+    plan = replace(plan, units=tuple(replace(u, options=stay[u.fqn]) for u in plan.units))
     all_passes = (*default_passes(policy), SetBudget(hardware), *passes)
     run_passes(program, plan, passes_for(all_passes, mode))
     if same:

@@ -303,8 +303,15 @@ def make_toy_plan(
 
 
 def one_by_one(policy: Policy) -> Policy:
-    """`policy`, by default with each unit's gather by itself: tests look at one thing at a time."""
-    return policy if policy.merge_below is not None else dataclasses.replace(policy, merge_below=0)
+    """`policy`, by default with each unit's gather by itself, in forward and in backward.
+
+    Tests look at one thing at a time.
+    """
+    if policy.merge_below is None:
+        policy = dataclasses.replace(policy, merge_below=0)
+    if policy.reshard_after_forward is None and Strategy(policy.strategy).frees_after_forward:
+        policy = dataclasses.replace(policy, reshard_after_forward=True)
+    return policy
 
 
 def gathering_at_need(policy: Policy) -> Policy:
