@@ -51,8 +51,9 @@ class GraphShardStrategy(DDPStrategy):
 
     Every child module with parameters is compiled under `policy` and replaced by its sharded
     module before `configure_optimizers` runs. Precision, accumulation, gradient clipping, logging
-    and callbacks remain Lightning's; `Trainer(precision="bf16-mixed")` uses autocast,
-    `policy.mixed_precision` graphshard's casts. Every rank takes rank 0's weights, as under DDP.
+    and callbacks remain Lightning's: `Trainer(precision="bf16-mixed")` uses autocast, "bf16-true"
+    makes parameters of that dtype, and `policy.mixed_precision` is graphshard's casts. Every rank
+    takes rank 0's weights, as under DDP.
 
     Args:
         policy: chooses the units and their options.
@@ -121,6 +122,7 @@ class GraphShardStrategy(DDPStrategy):
             if "mesh" not in options:
                 options.setdefault("device", self.root_device)
             policy = replace(self.policy, sync_module_states=True)  # as Lightning's DDP does
+            child = self.precision_plugin.convert_module(child)
             setattr(module, name, compile_module(child, policy, **options))
         inside = tuple(f"{name}." for name in names)
         outside = [name for name, _ in module.named_parameters() if not name.startswith(inside)]
@@ -132,7 +134,7 @@ class GraphShardStrategy(DDPStrategy):
             )
         for name, other in module.named_children():
             if name not in names:
-                other.to(self.root_device)
+                self.precision_plugin.convert_module(other).to(self.root_device)
 
     def _names(self, module: nn.Module) -> list[str]:
         children = dict(module.named_children())

@@ -61,14 +61,42 @@ def load_full_state(module: nn.Module, state: Mapping[Any, Any], *, strict: bool
 def load_full_optimizer_state(
     module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load each rank's part of a full state by parameter name, which every rank must pass."""
+    """Load each rank's part of a full state, which every rank must pass.
+
+    Its parameters go by name, or, as those of a run that was not sharded, by number.
+    """
     options = StateDictOptions(full_state_dict=True)
     try:
-        set_optimizer_state_dict(module, optimizer, optim_state_dict=dict(state), options=options)
+        named = _by_name(module, optimizer, state)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=named, options=options)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer's state does not fit {type(optimizer).__name__}: {error}"
         ) from error
+
+
+def _by_name(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` by the names of parameters; numbers count those of all groups in order."""
+    groups = state["param_groups"]
+    if any(isinstance(each, str) for group in groups for each in group["params"]):
+        return dict(state)
+    names = {id(param): name for name, param in module.named_parameters()}
+    ours = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    sizes, saved = list(map(len, ours)), [len(group["params"]) for group in groups]
+    if sizes != saved:
+        raise ValueError(f"its groups have {saved} parameters, those of the optimizer {sizes}")
+    name_of = {
+        number: name
+        for group, names_of_group in zip(groups, ours, strict=True)
+        for number, name in zip(group["params"], names_of_group, strict=True)
+    }
+    return {
+        "state": {name_of[number]: each for number, each in state["state"].items()},
+        "param_groups": [
+            {**group, "params": names_of_group}
+            for group, names_of_group in zip(groups, ours, strict=True)
+        ],
+    }
 
 
 def save_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:

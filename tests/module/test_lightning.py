@@ -139,8 +139,40 @@ def trains_in_low_precision(rank: int) -> None:
     assert any("bfloat16" in str(p.meta["val"]) for p in module.model.program.nodes())
 
 
+def parameters_of_low_precision(rank: int) -> None:
+    size = dist.get_world_size()
+    module = Classifier()
+    module.rest = nn.BatchNorm1d(2, affine=False)
+    trainer(shared_folder(), precision="bf16-true").fit(module, data(rank, size))
+    assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
+    assert module.rest.running_mean.dtype == torch.bfloat16
+    torch.testing.assert_close(module.losses, by_hand(rank, size, 1)[0], rtol=0.1, atol=0.1)
+
+
 def resumes_from_a_file(rank: int) -> None:
     resumes(rank, sharded=False)
+
+
+def resumes_what_ddp_began(rank: int) -> None:
+    size, folder = dist.get_world_size(), shared_folder()
+    first = trainer(folder, strategy="ddp")
+    first.fit(Classifier(), data(rank, size))
+    path = folder / "one.ckpt"
+    first.save_checkpoint(path)
+    dist.barrier()
+    module = Classifier()
+    trainer(folder, max_epochs=2).fit(module, data(rank, size), ckpt_path=str(path))
+    losses, reference = by_hand(rank, size, 2)
+    torch.testing.assert_close(module.losses, losses[len(losses) // 2 :])
+    for name, param in module.model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), reference.get_parameter(name))
+    if rank == 0:
+        checkpoint = torch.load(path)
+        checkpoint["optimizer_states"][0]["param_groups"][0]["params"].pop()
+        torch.save(checkpoint, path)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"its groups have \[\d+\] parameters, those of the"):
+        trainer(folder, max_epochs=2).fit(Classifier(), data(rank, size), ckpt_path=str(path))
 
 
 def resumes_from_a_folder(rank: int) -> None:
