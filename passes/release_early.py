@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphshard.cost.collective_cost import ranks_of
 from graphshard.errors import PassError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
@@ -37,13 +38,17 @@ class ReleaseEarly(Pass):
         sites: list[tuple[fx.Node, fx.Node]] = []
         for wait in gather_waits(program):
             free = next((user for user in wait.users if user.target is ops.free), None)
-            if free is None or not wait.meta["phase"] == free.meta["phase"] == BACKWARD:
+            if free is None or free.meta["phase"] != BACKWARD:
                 continue
+            gather = ops.collective_of(wait)
+            if wait.meta["phase"] != BACKWARD and ranks_of(gather, program) == 1:
+                continue  # it gives the shards themselves
             for full in unpacks(wait):
                 if any(user.target is ops.release for user in full.users):
                     raise PassError(f"pass {self.name}: {full.name} is released already")
                 last = max(uses_of(full))
-                if node_bytes(full) >= self.min_bytes and _computes_between(last, free):
+                is_large = node_bytes(full) >= self.min_bytes
+                if is_large and last.meta["phase"] == BACKWARD and _computes_between(last, free):
                     sites.append((last, full))
         for last, full in sites:
             with program.graph.inserting_after(last):

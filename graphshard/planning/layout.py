@@ -42,10 +42,16 @@ class UnitOptions:
         return ", ".join(f"{name}={text_of(value)}" for name, value in vars(self).items())
 
     def difference(self, other: UnitOptions) -> str:
-        """The options that differ from those of `other`, as stable text; "" if none does."""
+        """The options that differ from those of `other`, as stable text; "" if none does.
+
+        Whether a unit may stay tells something only of units that are freed alike.
+        """
+        compared = dict(vars(self))
+        if self.reshard != other.reshard:
+            del compared["may_stay"]
         return ", ".join(
             f"{name}={text_of(value)}"
-            for name, value in vars(self).items()
+            for name, value in compared.items()
             if value != getattr(other, name)
         )
 

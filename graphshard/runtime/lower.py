@@ -58,7 +58,9 @@ from graphshard.runtime.gather import (
     LocalGather,
     Reshard,
     free,
+    leave,
     poison,
+    release,
     release_for,
     take,
 )
@@ -142,23 +144,33 @@ def lower(graph: fx.Graph, bindings: Bindings, table: Regions | None = None) -> 
             assert table is not None
             _call_region(lowered, ends[node], bindings.forms, table, new)
             if group.check:
-                for release in ends[node].releases:
-                    poisoned = lowered.node_copy(release, new.__getitem__)
+                for released_inside in ends[node].releases:
+                    poisoned = lowered.node_copy(released_inside, new.__getitem__)
                     poisoned.target = poison
         elif node not in inside:
             copied = new[node] = copy_node(lowered, node, new)
             _bind(copied, node, bindings, by_gathers)
             if node.target is ops.release:
-                gather, index = ops.released(node)
-                shard = operands_of(gather)[index]
-                alone = ops.is_transfer(shard) and len(shard.users) == 1
-                copied.target = release_for(new[gather].target, copied=alone)
+                copied.target = _release_of(node, new, group)
             elif node in released and not group.check:
                 copied.target = take
         _name(lowered, len(lowered.nodes) - before, skipped, named.get(node))
     for node, number in _places(graph).items():
         new[node].target.is_place(number)
     return module_of(lowered)
+
+
+def _release_of(node: fx.Node, new: Mapping[fx.Node, Any], group: Group) -> Callable[..., None]:
+    """The function that a `release` calls."""
+    picked = picks_from(node.all_input_nodes[0])
+    assert picked is not None
+    if picked.op == "placeholder":  # gathered in forward
+        freed = leave if group.shard.size == 1 else release
+        return poison if group.check else freed
+    gather, index = ops.released(node)
+    shard = operands_of(gather)[index]
+    alone = ops.is_transfer(shard) and len(shard.users) == 1
+    return release_for(new[gather].target, copied=alone)
 
 
 def module_of(lowered: fx.Graph) -> fx.GraphModule:

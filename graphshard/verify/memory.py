@@ -9,6 +9,7 @@ from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
 from graphshard.program.collective import Collective
 from graphshard.program.pass_protocol import Stage
+from graphshard.program.program import BACKWARD
 from graphshard.program.storages import KINDS, Storage, storages_of
 from graphshard.verify.facts import Facts
 
@@ -94,8 +95,8 @@ def _released(facts: Facts, release: fx.Node) -> fx.Node:
     gather = ops.collective_of(wait)
     if gather.target is not ops.all_gather or Collective.of(gather).in_place:
         facts.fail("releases", release, f"%{picked.name} was not gathered into a new buffer")
-    if wait.meta["phase"] != release.meta["phase"]:
-        facts.fail("releases", release, f"%{wait.name} stands in another phase")
+    if release.meta["phase"] != BACKWARD:
+        facts.fail("releases", release, "only backward releases parameters")
     return picked
 
 

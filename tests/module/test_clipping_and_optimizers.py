@@ -254,7 +254,7 @@ def full_inside(rank: int) -> None:
 
 def options_of_unsharded(rank: int) -> None:
     model = gpt(2)
-    sharded = compiled(model)
+    sharded = compiled(model, reshard_after_forward=True)
     before = {name: full(p) for name, p in sharded.named_parameters()}
     with sharded.unsharded("blocks.0", writeback=False) as params:
         assert set(params) == {n for n, _ in model.named_parameters() if n.startswith("blocks.0.")}

@@ -54,6 +54,7 @@ DEFAULT = [
     "insert_free",
     "split_gathers",
     "split_reduces",
+    "skip_reshard",
     "release_early",
 ]
 

@@ -52,6 +52,14 @@ def test_a_weight_goes_before_its_own_gradient_comes() -> None:
         assert node < free
 
 
+def test_what_stays_since_forward_is_released_in_backward() -> None:
+    program, _ = released(strategy="SHARD_GRAD_OP")
+    found = {node.args[0].name for node in releases(program)}
+    assert {"layers_0_up_weight_full", "layers_2_down_weight_full", "head_weight_full"} <= found
+    assert all(node.meta["phase"] == BACKWARD for node in releases(program))
+    assert not releases(toys.rewritten(toys.blocks, world_size=1, passes=None)[0])
+
+
 def test_bytes_follow_each_release() -> None:
     plain, _ = toys.rewritten(toys.blocks)
     program, _ = released()
@@ -134,22 +142,22 @@ def poisoned_releases_do_no_harm(rank: int) -> None:
     batch = data.batch(0, rank)
     losses = []
     with patch.object(torch_inductor, "compile_graph", lambda graph, *_: graph.forward):
-        for passes, check, backend in (
-            ([], False, "eager"),
-            ([ALL], True, "eager"),
-            ([ALL], True, "inductor"),
-            ([ALL], False, "inductor"),
+        for least, check, backend in (
+            (1 << 40, False, "eager"),
+            (1, True, "eager"),
+            (1, True, "inductor"),
+            (1, False, "inductor"),
         ):
-            sharded = graphshard.compile(
-                made(TINY, data.device),
-                graphshard.BlockPolicy(TINY.blocks),
-                example_kwargs=batch,
-                passes=passes,
-                check=check,
-                backend=backend,
-            )
-            loss = sharded(**batch)
-            loss.backward()
+            with patch.object(pipeline, "ReleaseEarly", partial(ReleaseEarly, min_bytes=least)):
+                sharded = graphshard.compile(
+                    made(TINY, data.device),
+                    graphshard.BlockPolicy(TINY.blocks),
+                    example_kwargs=batch,
+                    check=check,
+                    backend=backend,
+                )
+                loss = sharded(**batch)
+                loss.backward()
             losses.append([loss.detach(), *(p.grad.to_local() for p in sharded.parameters())])
     for found in losses[1:]:
         assert all(map(torch.equal, losses[0], found))

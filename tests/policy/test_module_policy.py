@@ -71,12 +71,13 @@ def test_a_base_may_be_a_module_policy():
 
 def test_each_override_changes_the_options_of_its_units_only():
     base = BlockPolicy({Block})
-    usual = UnitOptions()
+    usual = UnitOptions(may_stay=True)
     for given, expected in (
         ({"reshard_after_forward": False}, UnitOptions(reshard=False)),
         ({"strategy": "NO_SHARD"}, UnitOptions(Strategy.NO_SHARD, reshard=False)),
         ({"strategy": "ZeRO-2"}, UnitOptions(Strategy.SHARD_GRAD_OP, reshard=False)),
-        ({"mixed_precision": BF16}, UnitOptions(precision=BF16)),
+        ({"mixed_precision": BF16}, UnitOptions(precision=BF16, may_stay=True)),
+        ({"reshard_after_forward": True}, UnitOptions()),
     ):
         made = options(plan_of({"blocks.1": given}, base))
         assert made["blocks.1"] == expected
@@ -251,5 +252,10 @@ def test_the_data_says_all_of_it():
     assert data["policy"]["modules"] == {"Weight": {"strategy": "NO_SHARD"}}
     assert data["policy"]["base"] == {"kind": "BlockPolicy", "classes": ["Block"]}
     emb = next(unit for unit in data["units"] if unit["fqn"] == "emb")
-    assert emb["options"] == {"strategy": "NO_SHARD", "reshard": False, "precision": None}
+    assert emb["options"] == {
+        "strategy": "NO_SHARD",
+        "reshard": False,
+        "precision": None,
+        "may_stay": False,
+    }
     assert emb["params"][0]["dim"] is None

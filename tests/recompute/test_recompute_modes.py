@@ -181,7 +181,8 @@ def compiled(model, case, inputs, fields):
     [("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", False)],
 )
 def test_a_recomputed_unit_is_gathered_as_often_as_before(strategy, reshard_root):
-    fields = {"strategy": strategy, "reshard_root": reshard_root}
+    again = True if strategy == "FULL_SHARD" else None
+    fields = {"strategy": strategy, "reshard_root": reshard_root, "reshard_after_forward": again}
     schedules = [
         Counter(
             (event.op, event.unit, event.phase)

@@ -18,9 +18,11 @@ X = torch.ones(2, 4)
 
 
 def compiled(model: nn.Module, strategy: str = "FULL_SHARD") -> graphshard.ShardedModule:
-    return graphshard.compile(
-        model, graphshard.BlockPolicy({nn.Linear}, strategy=strategy, merge_below=0)
+    again = True if strategy == "FULL_SHARD" else None  # gathers in backward, too
+    policy = graphshard.BlockPolicy(
+        {nn.Linear}, strategy=strategy, merge_below=0, reshard_after_forward=again
     )
+    return graphshard.compile(model, policy)
 
 
 def heads_known(second: int, strategy: str = "FULL_SHARD") -> graphshard.ShardedModule:
@@ -118,7 +120,7 @@ def sizes_of_other_costs(rank: int) -> None:
     x = torch.zeros(400_000 if rank else 2, 4)
     compiled(copy.deepcopy(layers))(x).sum().backward()
     order = {"schedule": "overlap", "hardware": "cpu-gloo", "merge_below": 0}
-    by_cost = graphshard.BlockPolicy({nn.Linear}, **order)
+    by_cost = graphshard.BlockPolicy({nn.Linear}, reshard_after_forward=True, **order)
     sharded = graphshard.compile(layers, by_cost)
     message = refused(lambda: sharded(x), sharded)
     assert "would issue different collectives" in message

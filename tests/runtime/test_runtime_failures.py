@@ -352,7 +352,7 @@ def leaves_steps(rank: int, policy: graphshard.Policy) -> None:
     steps, last = StepsOf(rank, policy), dist.get_world_size() - 1
     for name, (step, error, told) in TOLD.items():
         keeps = policy.strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-        keeps |= policy.reshard_after_forward is not None
+        keeps |= policy.strategy == "FULL_SHARD" and policy.reshard_after_forward is not True
         if step is write_between and keeps:
             continue  # whose backward reads what forward gathered
         leaves = rank == last
@@ -411,7 +411,7 @@ def of_strategy(strategy: str, **options: Any) -> graphshard.Policy:
 
 MIXED = graphshard.MixedPrecision(param_dtype=torch.bfloat16)
 LEFT = {
-    "FULL_SHARD": of_strategy("FULL_SHARD"),
+    "FULL_SHARD": of_strategy("FULL_SHARD", reshard_after_forward=True),
     "SHARD_OPTIMIZER": of_strategy("SHARD_OPTIMIZER"),
     "SHARD_GRAD_OP": of_strategy("SHARD_GRAD_OP"),
     "NO_SHARD": of_strategy("NO_SHARD"),
@@ -419,7 +419,7 @@ LEFT = {
     "checks": of_strategy("FULL_SHARD", check_finite="error", forward_prefetch=1),
 }
 LEFT_BY_FOUR = {
-    "HYBRID_SHARD": of_strategy("HYBRID_SHARD"),
+    "HYBRID_SHARD": of_strategy("HYBRID_SHARD", reshard_after_forward=True),
     "HYBRID_SHARD_ZERO2": of_strategy("HYBRID_SHARD_ZERO2"),
     "groups of 2": of_strategy("FULL_SHARD", reshard_after_forward=2),
 }

@@ -90,7 +90,7 @@ def hoard(rank: int) -> None:
 
 
 def forward_holds_one_unit_at_a_time(rank: int) -> None:
-    sharded, x = stack()
+    sharded, x = stack(reshard_after_forward=True)
     live, base = counted(sharded, x)
     with live:
         loss = sharded(x)
@@ -115,8 +115,21 @@ def a_gather_is_kept_until_its_backward_is_done(rank: int) -> None:
         assert sum(g.untyped_storage().nbytes() for g in grads) == 6 * LAYER // 2
 
 
-def backward_releases_activations_as_it_goes(rank: int) -> None:
+def the_last_unit_stays_for_backward(rank: int) -> None:
     sharded, x = stack()
+    live, base = counted(sharded, x)
+    with live:
+        loss = sharded(x)
+        assert live.current == base + LAYER + 6 * ACTIVATION + 4
+        loss.backward()
+        assert live.current == base + 6 * LAYER // 2 + 4
+        loss = sharded(x)
+        del loss  # nobody ran backward
+        settles(live, base + 6 * LAYER // 2)
+
+
+def backward_releases_activations_as_it_goes(rank: int) -> None:
+    sharded, x = stack(reshard_after_forward=True)
     wide = x.repeat(64, 1)  # activations far larger than weights
     sharded(wide).backward()
     sharded.zero_grad()

@@ -20,24 +20,25 @@ from graphshard import BlockPolicy, MixedPrecision, Policy
 from graphshard.program.text import full_text
 
 HASHES = {
-    "full": "902b104c0587eb54",
+    "full": "09d439c8ecab5599",
+    "freed": "3dc7e50404c78bd9",
     "zero2": "9df0fc2e7dec3d33",
     "zero1": "162e94f6f34ab8c4",
     "ddp": "f999abd04a8151e9",
-    "hybrid": "2d18976a8ff987e5",
+    "hybrid": "74cf17473c8005ba",
     "partial": "2f88872534b09746",
-    "mixed": "6050e4ee0789c8cd",
-    "offload": "c0efe42c6dd5cd62",
+    "mixed": "38e470b612b1fe68",
+    "offload": "02f7cdc387a5b4c8",
     "overlap": "499b4cb14ca17874",
-    "overlap_gloo": "24923a26173c93a5",
-    "overlap_hybrid": "2e64692c8dbaed98",
-    "odd": "883ffc95fc1bb8c8",
+    "overlap_gloo": "ae41ff040db992e5",
+    "overlap_hybrid": "16fefed2f0547d7f",
+    "odd": "6824ff2d7209e24d",
     "recompute": "c94ffa4f72689937",
-    "merged": "3ac82a8604d7a5e9",
+    "merged": "795ba817b97fa003",
     "merged_zero2": "98246255aac3727e",
     "merged_zero1": "7508ada0e6916ecd",
-    "merged_hybrid": "d10cadd98ceee563",
-    "merged_overlap": "9a5c994a9f4d0540",
+    "merged_hybrid": "63767cb3fc515bf1",
+    "merged_overlap": "6baba673c296b9f8",
 }
 
 
@@ -79,6 +80,7 @@ def apart(**options: object) -> Callable[[], Policy]:
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES: dict[str, tuple[Callable[[], Policy], tuple[int, ...]]] = {
     "full": (apart(), (4,)),
+    "freed": (apart(reshard_after_forward=True), (4,)),
     "zero2": (apart(strategy="SHARD_GRAD_OP"), (4,)),
     "zero1": (apart(strategy="SHARD_OPTIMIZER"), (4,)),
     "ddp": (apart(strategy="NO_SHARD"), (4,)),

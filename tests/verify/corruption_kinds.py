@@ -223,7 +223,8 @@ KINDS: tuple[Kind, ...] = (
         "moved to the other phase",
         {
             "layout, metadata, waits": "all_gather",
-            "layout, metadata": f"{_REDUCES} wait release reshard to_host arrive {_KEPT}",
+            "layout, metadata": f"{_REDUCES} wait reshard to_host arrive {_KEPT}",
+            "layout, metadata, releases": "release",
             "layout, lifetimes, metadata, phases, harmless": "free",
             "layout, metadata, harmless": "cast",
             "copies, layout, metadata": "to_device",
@@ -330,7 +331,7 @@ KINDS: tuple[Kind, ...] = (
         "results picked from the other collective",
         at.pairs_of(waits),
         do.merged_waits,
-        "lifetimes, reduces, replicas, reshards, same values",
+        "lifetimes, reduces, releases, replicas, reshards, same values",
     ),
     Kind(
         "a gather in place",
