@@ -210,7 +210,7 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
         SplitGathers(again=True, only_if_faster=True),
         SplitReduces(only_if_faster=True),
         SkipReshard(),
-        MergeGathers(),
+        MergeGathers(None, forward, backward),
         ReleaseEarly(),
         Overlap(),
     )
