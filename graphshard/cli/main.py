@@ -67,20 +67,13 @@ def build_parser() -> argparse.ArgumentParser:
     add_hardware(dump)
     dump.set_defaults(run=run_dump)
 
-    add_simulate(
-        _add_command(
-            commands,
-            "simulate",
-            "predict time and memory of a training step",
-            "--hardware NAME|FILE",
-        )
-    )
+    add_simulate(_add_command(commands, "simulate", "predict time and memory of a training step"))
     add_compare(
         _add_command(
             commands,
             "compare",
             "predict a training step under two policies",
-            "--policy 'POLICY [FIELDS]' --hardware NAME|FILE",
+            "--policy 'POLICY [FIELDS]'",
             several=True,
         )
     )
@@ -97,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
             commands,
             "report",
             "write a page to look at: plan, timeline, memory",
-            "--out FILE --hardware NAME|FILE",
+            "--out FILE",
         )
     )
     summary = "search for the fastest policy that fits"
@@ -128,7 +121,9 @@ def _add_command(
         epilog=f"{FACTORY_HELP}\n{POLICY_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("factory", metavar="FACTORY", help="pkg.module:function (see below)")
+    command.add_argument(
+        "factory", metavar="FACTORY", help="pkg.module:function or hf:CONFIG (see below)"
+    )
     forms = "size:N, block or block:A,B (see below)"
     if several:
         command.add_argument(

@@ -234,13 +234,15 @@ def add_hardware(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_machine_options(command: argparse.ArgumentParser, **hardware: Any) -> None:
-    """Add the arguments for the machine of an estimate; `hardware` are those of `--hardware`."""
+def add_machine_options(command: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the arguments for the machine of an estimate, which is an H100 unless `required`."""
+    names = f"{', '.join(preset_names())}, or a file of Hardware.save"
     command.add_argument(
         "--hardware",
         metavar="NAME|FILE",
-        help=f"{', '.join(preset_names())}, or a file of Hardware.save",
-        **hardware,
+        required=required,
+        default=None if required else "h100-sxm",
+        help=names if required else f"{names} (default h100-sxm)",
     )
     command.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="ranks on a node; as the hardware says"
@@ -253,7 +255,12 @@ def add_machine_options(command: argparse.ArgumentParser, **hardware: Any) -> No
         choices=ATTENTION_KERNELS,
         help="the kernel of fused attention; as the installed torch takes by default",
     )
-    command.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    command.add_argument(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="adamw",
+        help="whose states and step are counted (default adamw)",
+    )
     command.add_argument(
         "--allocator",
         default="",

@@ -18,8 +18,8 @@ from graphshard.progress import Progress
 from graphshard.simulation import simulate
 
 
-def _add_hardware_options(command: argparse.ArgumentParser) -> None:
-    add_machine_options(command, required=True)
+def _add_hardware_options(command: argparse.ArgumentParser, *, required: bool = False) -> None:
+    add_machine_options(command, required=required)
     command.add_argument("--tf32", action="store_true", help="float32 products run as TF32")
 
 
@@ -95,7 +95,7 @@ def add_compare_trace(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="what torch.profiler wrote of one rank (export_chrome_trace); .json or .json.gz",
     )
-    _add_hardware_options(command)
+    _add_hardware_options(command, required=True)
     command.add_argument("--events", action="store_true", help="a line for every event")
     command.add_argument("--json", action="store_true", help="print the comparison as JSON")
     command.set_defaults(run=run_compare_trace)

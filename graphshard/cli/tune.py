@@ -28,7 +28,7 @@ _FIELDS = (
 
 def add_tune(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `graphshard tune` to `command`."""
-    add_machine_options(command, default="h100-sxm")
+    add_machine_options(command)
     command.add_argument(
         "--seconds",
         type=float,

@@ -324,7 +324,8 @@ def _take(place: _Place, full: Tensor, bindings: Bindings) -> None:
         raise RuntimeStateError(
             f"{place.name!r} was left without values: give {place.module_class} a "
             "reset_parameters() that fills its parameters and its buffers (on the meta device what "
-            "a constructor computes is lost), or build the model with real weights"
+            "a constructor computes is lost), or build the model with real weights, on rank 0 "
+            "alone with sync_module_states=True in the policy"
         )
     if place.name in bindings.shards:
         bindings.shards[place.name].set_full(full)

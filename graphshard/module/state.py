@@ -40,7 +40,7 @@ class StateMethods(nn.Module):
         Every module's own `reset_parameters` runs (for transformers models, `_init_weights`) in
         module order after `torch.manual_seed(seed)`, on full-size tensors of one unit at a time, of
         which each rank keeps its shard; ranks need not communicate. The random state of the caller
-        is as before when it returns.
+        is as before when it returns. A method of this name that the model itself has is not called.
 
         Raises:
             RuntimeStateError: a module has parameters or buffers and no way to initialise them.

@@ -433,10 +433,14 @@ def _changed(before: int, now: int, stored: StoredCheckpoint) -> str:
     wrote = f"{stored.folder} was written by {before} {'rank' if before == 1 else 'ranks'}"
     if now > before:
         return (
-            f"{wrote}: random states of ranks {before} to {now - 1} are seeded from those of rank "
+            f"{wrote}: random states of {_ranks(before, now - 1)} are seeded from those of rank "
             "0 and the rank's number"
         )
-    return f"{wrote}: random states of ranks {now} to {before - 1} have no rank to go to"
+    return f"{wrote}: random states of {_ranks(now, before - 1)} are dropped"
+
+
+def _ranks(first: int, last: int) -> str:
+    return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
 def _seed(states: Mapping[str, Any], rank: int) -> None:
