@@ -43,6 +43,7 @@ from graphshard.cost.memory import memory_of
 from graphshard.cost.timeline import timeline_of
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.prefetch import Prefetch
+from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.pipeline import default_passes
@@ -178,7 +179,7 @@ def lines(name: str, worlds: list[int], hardware: list[str]) -> Iterator[Line]:
         its_order = [
             Fsdp2Order() if isinstance(step, Prefetch) else step
             for step in every
-            if not isinstance(step, SplitGathers | SplitReduces | MergeGathers)
+            if not isinstance(step, SplitGathers | SplitReduces | SkipReshard | MergeGathers)
         ]
         apply_passes(its_order, fsdp2, plan)
         shared, rest = parts(every)
