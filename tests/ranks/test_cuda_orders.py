@@ -148,7 +148,7 @@ def shards_are_cast_by_one_launch_beside_compute(rank: int) -> None:
         patch.setattr(torch, "_foreach_copy_", counted)
         sharded(*ids).backward()
     gathers = [event for event in sharded.program.schedule() if event.op == "all_gather"]
-    assert len(casts) == len(gathers) > 4
+    assert len(casts) == len(gathers) > 3
     assert all(beside for beside, _ in casts)
     assert sum(count for _, count in casts) > 3 * len(casts)
 
