@@ -148,6 +148,11 @@ def _ddp(setting: Setting, model: nn.Module) -> Trained:
     return Trained(replicated, replicated, context)
 
 
+def _alone(setting: Setting, model: nn.Module) -> Trained:
+    """Each rank by itself, in float32: what compute and the optimizer take without messages."""
+    return Trained(model, model)
+
+
 def shard_simply(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
     """Shard every parameter of `model` in place by DTensor alone, for torch.compile to schedule.
 
@@ -209,6 +214,7 @@ def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
 
 
 OURS, OURS_COMPILED, OURS_OVERLAP = "graphshard", "graphshard inductor", "graphshard overlap"
+ALONE = "ranks alone"
 FSDP2, FSDP2_BLOCKS, FSDP2_WHOLE = "FSDP2", "FSDP2 compile blocks", "FSDP2 compile whole"
 
 SYSTEMS = (
@@ -221,4 +227,5 @@ SYSTEMS = (
     System(FSDP2_BLOCKS, partial(fully_shard_step, compiled="blocks"), compiled=True),
     System(FSDP2_WHOLE, partial(fully_shard_step, compiled="whole"), compiled=True),
     System("SimpleFSDP", _simple_fsdp, compiled=True),
+    System(ALONE, _alone),
 )

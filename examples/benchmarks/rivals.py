@@ -67,6 +67,7 @@ from examples.benchmarks.benchmark_models import (
 )
 from examples.benchmarks.live_bytes import StepWatch, most_allocated
 from examples.benchmarks.rival_systems import (
+    ALONE,
     FSDP2,
     FSDP2_BLOCKS,
     FSDP2_WHOLE,
@@ -382,8 +383,9 @@ def on_one_of(ranks: int, model: Model) -> None:
 
 
 def chosen(args: argparse.Namespace) -> list[System]:
-    words = args.systems
-    named = [s for s in SYSTEMS if not words or any(w.lower() in s.name.lower() for w in words)]
+    words = [word.lower() for word in args.systems or ()]
+    asked = [s for s in SYSTEMS if any(word in s.name.lower() for word in words)]
+    named = asked if words else [s for s in SYSTEMS if s.name != ALONE]
     return [s for s in named if not (args.eager and s.compiled)]
 
 
