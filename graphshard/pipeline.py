@@ -209,7 +209,6 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),
         SplitReduces(only_if_faster=True),
-        SkipReshard(),
         MergeGathers(None, forward, backward),
         ReleaseEarly(),
         Overlap(),

@@ -16,17 +16,14 @@ from granularity import (
     finer,
     gradient_bytes,
     most_unsharded,
-    owner,
 )
 from simulations import SLOW_HOPS, SLOW_NETWORK
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard.cost.memory import memory_of
-from graphshard.errors import PassError
 from graphshard.inspect.plan_text import moved_notes
 from graphshard.passes import merge_gathers
 from graphshard.passes.merge_gathers import MergeGathers
-from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.layout import options_of
@@ -177,34 +174,11 @@ class _Within:
 # -- skip_reshard ----------------------------------------------------------------------------
 
 
-def test_a_unit_kept_from_forward_to_backward_is_not_gathered_again() -> None:
-    program, _ = finer(toys.blocks, SkipReshard(("layers.2",)))
-    assert events(program, FORWARD, "gather", "free") == (
-        "gather embed+head, gather 0, free 0, gather 1, free 1, gather 2"
-    )
-    assert events(program, BACKWARD, "gather", "free") == (
-        "gather 1, free 2, gather 0, free 1, free 0, free embed+head"
-    )
-
-
-def test_parts_that_nobody_gathers_are_not_kept() -> None:
-    program, _ = finer(
-        toys.blocks, SkipReshard(("layers.1",)), policy=Policy(reshard_after_forward=2)
-    )
-    parts = [node.kwargs["param"] for node in program.nodes() if node.target is ops.reshard]
-    assert sorted({owner(str(part)) for part in parts}) == ["0", "2"]
-
-
 def test_a_unit_used_twice_is_kept_from_its_last_run_to_backward_s_first() -> None:
-    program, _ = finer(toys.back_and_forth, SkipReshard(("a",)))
+    program, _ = finer(toys.back_and_forth, may_stay=("a", "b"))
     assert events(program, BACKWARD, "gather", "free") == (
         "gather b, free a, gather a, free b, free a"
     )
-
-
-def test_a_unit_that_is_not_gathered_again_cannot_be_kept() -> None:
-    with pytest.raises(PassError, match=r"skip_reshard: unit '' is not gathered in forward and"):
-        finer(toys.blocks, SkipReshard(("",)))
 
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -264,16 +238,6 @@ def test_who_may_stay(fields: dict[str, Any], stays: bool) -> None:
     assert options_of(policy, "a", {}).may_stay is stays
     assert not options_of(policy, "", {}).may_stay
     assert not options_of(policy, "a", {"reshard_after_forward": False}).may_stay
-
-
-def test_units_are_kept_where_their_gather_is_exposed_and_memory_allows() -> None:
-    step = SkipReshard()
-    roomy, _ = finer(toys.blocks, step, hardware=SLOW_NETWORK, policy=Policy(memory_budget=10**6))
-    assert events(roomy, BACKWARD, "gather") == ""
-    assert "layers.0" in roomy.notes[0]
-    assert "unsharded from forward to backward" in str(roomy)
-    tight, _ = finer(toys.blocks, _Within(1), step, hardware=SLOW_NETWORK)
-    assert events(tight, BACKWARD, "gather") == "gather 2, gather 1, gather 0"
 
 
 # -- merge_gathers ---------------------------------------------------------------------------
@@ -389,7 +353,8 @@ def test_by_cost_as_much_is_merged_as_by_default_unless_that_seems_slower(
 ) -> None:
     """Where bytes take all the time, a merged step takes 0.2 % longer than one that is not."""
     monkeypatch.setattr(merge_gathers, "UNSURE", unsure)
-    policy = Policy(schedule="overlap", hardware=SLOW_NETWORK, merge_below=900 // 4)
+    fields = {"hardware": SLOW_NETWORK, "merge_below": 900 // 4}
+    policy = Policy(schedule="overlap", strategy="SHARD_GRAD_OP", **fields)
     program = toys.blocks()
     plan = toys.make_toy_plan(program, toys.UNITS[toys.blocks], policy)
     run_passes(program, plan, default_passes(policy))
@@ -401,13 +366,13 @@ def test_by_cost_as_much_is_merged_as_by_default_unless_that_seems_slower(
 
 
 def test_the_plan_says_what_moves_apart_together_or_stays() -> None:
-    steps = (SPLIT, REDUCES, SkipReshard(("layers.1",)), MergeGathers(500 // 4))
-    program, plan = finer(toys.blocks, *steps)
+    steps = (SPLIT, REDUCES, MergeGathers(500 // 4))
+    program, plan = finer(toys.blocks, *steps, may_stay=("layers.2",))
     notes = list(moved_notes(replace(plan, program=program)))
     assert notes == [
         ("apart", "(root) is gathered in 2 parts: embed.weight; head.weight"),
         ("apart", "(root) is reduced in 2 parts: head.weight; embed.weight"),
-        ("unsharded", "layers.1 from forward to backward, not gathered again"),
+        ("unsharded", "layers.2 from forward to backward, not gathered again"),
     ]
     program, plan = finer(toys.blocks, MergeGathers(900 // 4))
     together = [text for name, text in moved_notes(replace(plan, program=program))]

@@ -17,7 +17,6 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
-from graphshard.passes.skip_reshard import SkipReshard
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.pipeline import default_passes, run_passes
@@ -143,17 +142,19 @@ STEPS = st.one_of(
     ),
     st.builds(SplitReduces, apart=st.sampled_from([None, 0.0, 3.0])),
     st.builds(MergeGathers, share=st.integers(50, 500)),
-    st.just(SkipReshard()),
 )
 
 
-@given(programs(), st.lists(STEPS, min_size=1, max_size=4), st.booleans())
+@given(programs(), st.lists(STEPS, min_size=1, max_size=4), st.booleans(), st.booleans())
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_row_of_these_passes_keeps_every_rule(
-    program: tuple[Callable[[], Program], tuple[str, ...]], steps: list[Pass], hybrid: bool
+    program: tuple[Callable[[], Program], tuple[str, ...]],
+    steps: list[Pass],
+    hybrid: bool,
+    stays: bool,
 ) -> None:
     build, units = program
-    policy = Policy(strategy="HYBRID_SHARD" if hybrid else "FULL_SHARD")
+    policy = Policy(strategy="HYBRID_SHARD" if hybrid else "FULL_SHARD", merge_below=200 * stays)
     finer(
         build,
         *steps,
@@ -162,6 +163,7 @@ def test_any_row_of_these_passes_keeps_every_rule(
         mesh=(2, 2) if hybrid else (4,),
         units=units,
         hardware=SLOW_HOPS,
+        may_stay=[unit for unit in units if unit and stays],
     )
 
 
