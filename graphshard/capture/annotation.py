@@ -79,9 +79,9 @@ class RunProgress:
 
     def left(self, fqn: str) -> None:
         """Count the module as done, and those in it, whose calls may have been left out."""
-        done = self._done.union(self._inside[fqn])
-        self._stages.advance(len(done) - len(self._done))
-        self._done = done
+        before = len(self._done)
+        self._done.update(self._inside[fqn])
+        self._stages.advance(len(self._done) - before)
 
 
 @contextlib.contextmanager
