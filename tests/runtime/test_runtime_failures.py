@@ -416,7 +416,9 @@ LEFT = {
     "SHARD_GRAD_OP": of_strategy("SHARD_GRAD_OP"),
     "NO_SHARD": of_strategy("NO_SHARD"),
     "offload": of_strategy("FULL_SHARD", mixed_precision=MIXED, offload="params"),
-    "checks": of_strategy("FULL_SHARD", check_finite="error", forward_prefetch=1),
+    "checks": of_strategy(
+        "FULL_SHARD", check_finite="error", forward_prefetch=1, reshard_after_forward=True
+    ),
 }
 LEFT_BY_FOUR = {
     "HYBRID_SHARD": of_strategy("HYBRID_SHARD", reshard_after_forward=True),
