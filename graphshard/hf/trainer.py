@@ -32,6 +32,7 @@ from graphshard.hf.accelerators import (
 from graphshard.module.sharded_module import ShardedModule
 from graphshard.policy.base import Policy
 from graphshard.policy.units import BlockPolicy
+from graphshard.state.any_module import state_by_name
 
 try:
     from transformers import Trainer
@@ -229,7 +230,15 @@ class ShardedTrainer(Trainer):
         with agreement.call(f"ShardedTrainer.train(resume_from_checkpoint={checkpoint!r})"):
             with agreement.part() as part:
                 found = _plain_states(folder)
-                state = None if found is None else _by_name(found[0], optimizer, self.model, folder)
+                state = None
+                if found is not None:
+                    state = state_by_name(
+                        found[0],
+                        optimizer,
+                        self.model,
+                        str(folder / OPTIMIZER_NAME),
+                        ", or remove it to start from the weights alone",
+                    )
                 part.same += ["without optimizer.pt"] if found is None else []
             if found is None:
                 return
@@ -287,38 +296,6 @@ def _plain_states(folder: Path) -> tuple[Any, Any] | None:
             f"the states of optimizer and scheduler in {folder} cannot be read: {error}"
         ) from error
     return optimizer, scheduler
-
-
-def _by_name(
-    state: Any, optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path
-) -> dict[str, Any]:
-    """The state of an optimizer of the plain model, by the names of its parameters."""
-    name_of = {id(param): name for name, param in model.named_parameters()}
-    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    groups = state["param_groups"]
-    theirs, ours = ([len(each) for each in sizes] for sizes in (_params_of(groups), names))
-    if theirs != ours:
-        raise CheckpointError(
-            f"{folder / OPTIMIZER_NAME} has groups of {theirs} parameters, and the optimizer has "
-            f"groups of {ours}; resume with the model and the optimizer's arguments of that run, "
-            "or remove it to start from the weights alone"
-        )
-    by_index = {
-        index: name
-        for indices, group in zip(_params_of(groups), names, strict=True)
-        for index, name in zip(indices, group, strict=True)
-    }
-    return {
-        "state": {by_index[index]: values for index, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": group_names}
-            for group, group_names in zip(groups, names, strict=True)
-        ],
-    }
-
-
-def _params_of(groups: Any) -> list[list[Any]]:
-    return [group["params"] for group in groups]
 
 
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")

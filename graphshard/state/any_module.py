@@ -67,34 +67,49 @@ def load_full_optimizer_state(
     """
     options = StateDictOptions(full_state_dict=True)
     try:
-        named = _by_name(module, optimizer, state)
+        named = state_by_name(state, optimizer, module, "the optimizer's state")
         set_optimizer_state_dict(module, optimizer, optim_state_dict=named, options=options)
+    except CheckpointError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the optimizer's state does not fit {type(optimizer).__name__}: {error}"
         ) from error
 
 
-def _by_name(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` by the names of parameters; numbers count those of all groups in order."""
+def state_by_name(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    module: nn.Module,
+    source: str,
+    otherwise: str = "",
+) -> dict[str, Any]:
+    """The `state` of an optimizer by the names of parameters; numbers count all groups in order.
+
+    `source` and what to do `otherwise` are the beginning and the end of an error.
+    """
     groups = state["param_groups"]
-    if any(isinstance(each, str) for group in groups for each in group["params"]):
+    theirs = [group["params"] for group in groups]
+    if any(isinstance(each, str) for params in theirs for each in params):
         return dict(state)
-    names = {id(param): name for name, param in module.named_parameters()}
-    ours = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
-    sizes, saved = list(map(len, ours)), [len(group["params"]) for group in groups]
-    if sizes != saved:
-        raise ValueError(f"its groups have {saved} parameters, those of the optimizer {sizes}")
-    name_of = {
+    name_of = {id(param): name for name, param in module.named_parameters()}
+    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if [*map(len, theirs)] != [*map(len, names)]:
+        raise CheckpointError(
+            f"{source} has groups of {[*map(len, theirs)]} parameters, and the optimizer has "
+            f"groups of {[*map(len, names)]}; resume with the model and the optimizer's arguments "
+            f"of that run{otherwise}"
+        )
+    by_number = {
         number: name
-        for group, names_of_group in zip(groups, ours, strict=True)
-        for number, name in zip(group["params"], names_of_group, strict=True)
+        for numbers, group in zip(theirs, names, strict=True)
+        for number, name in zip(numbers, group, strict=True)
     }
     return {
-        "state": {name_of[number]: each for number, each in state["state"].items()},
+        "state": {by_number[number]: values for number, values in state["state"].items()},
         "param_groups": [
-            {**group, "params": names_of_group}
-            for group, names_of_group in zip(groups, ours, strict=True)
+            {**group, "params": group_names}
+            for group, group_names in zip(groups, names, strict=True)
         ],
     }
 

@@ -37,6 +37,7 @@ def test_a_model_is_that_of_its_configuration(
     assert sum(unit["numel"] for unit in told["units"]) == count
     text = said(capsys, 0, "simulate", f"{spec}@4x16", "--hardware", "h100-sxm")
     assert "estimate of LlamaForCausalLM: one training step on 2 ranks" in text
+    assert said(capsys, 0, "simulate", f"{spec}@4x16") == text  # the machine by default
     longer = said(capsys, 0, "simulate", f"{spec}@4x32", "--hardware", "h100-sxm")
     assert longer != text
 

@@ -146,7 +146,7 @@ def parameters_of_low_precision(rank: int) -> None:
     trainer(shared_folder(), precision="bf16-true").fit(module, data(rank, size))
     assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
     assert module.rest.running_mean.dtype == torch.bfloat16
-    torch.testing.assert_close(module.losses, by_hand(rank, size, 1)[0], rtol=0.1, atol=0.1)
+    torch.testing.assert_close(module.losses, by_hand(rank, size, 1)[0], rtol=0.02, atol=0.02)
 
 
 def resumes_from_a_file(rank: int) -> None:
@@ -171,7 +171,7 @@ def resumes_what_ddp_began(rank: int) -> None:
         checkpoint["optimizer_states"][0]["param_groups"][0]["params"].pop()
         torch.save(checkpoint, path)
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"its groups have \[\d+\] parameters, those of the"):
+    with pytest.raises(CheckpointError, match=r"has groups of \[\d+\] parameters, and the"):
         trainer(folder, max_epochs=2).fit(Classifier(), data(rank, size), ckpt_path=str(path))
 
 

@@ -57,7 +57,10 @@ def test_what_stays_since_forward_is_released_in_backward() -> None:
     found = {node.args[0].name for node in releases(program)}
     assert {"layers_0_up_weight_full", "layers_2_down_weight_full", "head_weight_full"} <= found
     assert all(node.meta["phase"] == BACKWARD for node in releases(program))
-    assert not releases(toys.rewritten(toys.blocks, world_size=1, passes=None)[0])
+    policy = toys.gathering_at_need(Policy(strategy="SHARD_GRAD_OP"))
+    steps = [*default_passes(policy)[:-1], ALL]
+    alone, _ = toys.rewritten(toys.blocks, policy, world_size=1, passes=steps)
+    assert not releases(alone)  # they are the shards
 
 
 def test_bytes_follow_each_release() -> None:

@@ -15,6 +15,7 @@ from simulations import UNIT, score_of
 from torch import nn
 
 import graphshard
+from examples.gpt import GPT, Block, GPTConfig
 from graphshard import Hardware, Policy
 from graphshard.cost.op_cost import op_cost
 from graphshard.cost.streams import COMPUTE
@@ -60,6 +61,26 @@ def test_the_budget_is_what_fsdp_s_order_needs_and_is_shown() -> None:
     assert (data["hardware"], data["of_policy"], data["kept"]) == ("unit", False, None)
     given, _ = scheduled(toys.blocks, memory_budget=10**6, hardware="h200")
     assert "timed on h200, holds at most 1,000,000 bytes at once (memory_budget)" in str(given)
+
+
+def test_it_does_not_end_behind_the_default_where_small_units_merge() -> None:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(layers=8, width=512, heads=4))
+    batch = torch.zeros(2, 4, 128, dtype=torch.int64)
+    by_default, by_cost = (
+        graphshard.simulate(
+            graphshard.plan(
+                model,
+                graphshard.BlockPolicy({Block}, **fields),
+                world_size=64,
+                example_inputs=tuple(batch),
+            ),
+            hardware="h100-sxm",
+        )
+        for fields in ({}, {"schedule": "overlap", "hardware": "h100-sxm"})
+    )
+    assert by_cost.step_seconds <= by_default.step_seconds * (1 + 1e-9)
+    assert by_cost.peak_bytes <= by_default.peak_bytes
 
 
 def test_scheduling_needs_a_budget() -> None:
