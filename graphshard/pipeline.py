@@ -35,6 +35,7 @@ from graphshard.passes.release_early import ReleaseEarly
 from graphshard.passes.set_budget import SetBudget
 from graphshard.passes.sink_waits import SinkWaits
 from graphshard.passes.skip_reshard import SkipReshard
+from graphshard.passes.split_ends import SplitEnds
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.passes.unshard import Unshard
@@ -199,12 +200,14 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
     share = policy.bytes_merged(process_group_backend)
     kept = SkipReshard(together=share)
     together = (MergeGathers(share, forward, backward),) if share else ()
+    ends = (SplitEnds(share),) if share and apart else ()
     if policy.schedule != "overlap":
-        return (*apart, kept, *together, ReleaseEarly())
+        return (*apart, kept, *together, *ends, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
     return (
         *apart,
         kept,
+        *ends,
         SetBudget(hardware, forward, backward),
         SplitGathers(only_if_faster=True),
         SplitGathers(again=True, only_if_faster=True),

@@ -77,7 +77,7 @@ class SplitGathers(Candidate):
         for wait in list(gather_waits(program)):
             pieces = self._pieces(wait, plan, work, spans)
             if len(pieces) > 1:
-                _Split(self, program, plan, spans, wait).into(pieces)
+                Split(self.name, program, spans, wait, self.forward, self.backward).into(pieces)
                 split = True
         if split and plan.policy.offloads("params"):
             note_copies(program, COPIED, params=True)
@@ -171,16 +171,21 @@ def _may_be_freed(gather: fx.Node, phase: str, plan: ShardingPlan) -> bool:
 
 
 @dataclass
-class _Split:
-    """The rewrite of the gather that `wait` ends."""
+class Split:
+    """The rewrite of the gather that `wait` ends, by the pass `name`.
 
-    owner: SplitGathers
+    forward, backward: the steps ahead that pieces but those of the first group are issued.
+    """
+
+    name: str
     program: Program
-    plan: ShardingPlan
     spans: UnitSpans
     wait: fx.Node
+    forward: int = 0
+    backward: int = 0
 
     def into(self, pieces: list[Piece]) -> None:
+        """Give each of `pieces` a gather, and erase the one that they were in."""
         gather = ops.collective_of(self.wait)
         for piece in sorted(pieces, key=lambda piece: min(piece.readers)):
             self._insert(piece, gather)
@@ -190,7 +195,7 @@ class _Split:
         remaining = [user for user in self.wait.users if user.target is not ops.free]
         if remaining:
             raise PassError(
-                f"pass {self.owner.name}: {remaining[0].name} of unit "
+                f"pass {self.name}: {remaining[0].name} of unit "
                 f"{Collective.of(gather).unit!r} is still read, by "
                 f"{next(iter(remaining[0].users)).name}"
             )
@@ -228,6 +233,6 @@ class _Split:
     def _ahead_of(self, reader: fx.Node) -> fx.Node:
         """The first node of a step before `reader`, whose compute hides a gather issued there."""
         place, phase = self.spans.position, reader.meta["phase"]
-        ahead = self.owner.forward if phase == FORWARD else self.owner.backward
+        ahead = self.forward if phase == FORWARD else self.backward
         earlier = [step for step in self.spans.steps(phase) if place[step] < place[reader]]
         return [reader, *reversed(earlier)][min(ahead, len(earlier))]

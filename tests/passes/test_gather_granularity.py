@@ -24,14 +24,18 @@ from graphshard.cost.memory import memory_of
 from graphshard.inspect.plan_text import moved_notes
 from graphshard.passes import merge_gathers
 from graphshard.passes.merge_gathers import MergeGathers
+from graphshard.passes.split_ends import SplitEnds
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.pipeline import default_passes, run_passes
 from graphshard.planning.layout import options_of
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
+from graphshard.program.collective import params_of
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.verify.rules import verify
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
 
 # -- split_gathers -----------------------------------------------------------------------------
 
@@ -171,6 +175,80 @@ class _Within:
         program.budget = replace(program.budget, bytes=self.most)
 
 
+# -- split_ends ------------------------------------------------------------------------------
+
+
+def moved(program: Program, op: str) -> list[list[str]]:
+    """The parameters of each collective of the kind, in the order in which they are issued."""
+    nodes = [node for node in program.nodes() if ops.op_name(node) == op]
+    return [list(params_of(node)) for node in nodes]
+
+
+def parts_of(program: Program, op: str, unit: str) -> list[str]:
+    """The leaves of the parameters that each collective of the unit moves, as "down" or "up"."""
+    return [
+        "+".join(name.split(".")[2] for name in names)
+        for names in moved(program, op)
+        if names[0].startswith(unit)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "mesh"),
+    [
+        (Policy(), (4,)),
+        (Policy(strategy="HYBRID_SHARD"), (2, 2)),
+        (Policy(strategy="SHARD_GRAD_OP"), (4,)),
+        (Policy(strategy="SHARD_OPTIMIZER"), (4,)),
+        (Policy(offload="params"), (4,)),
+        (Policy(forward_prefetch=2), (4,)),
+    ],
+    ids=str,
+)
+def test_the_ends_of_a_step_go_in_parts(policy: Policy, mesh: tuple[int, ...]) -> None:
+    program, plan = finer(toys.blocks, SplitEnds(1), policy=policy, mesh=mesh)
+    plain, _ = finer(toys.blocks, policy=policy, mesh=mesh)
+    first, *others = LAYERS
+    forward = len(parts_of(plain, "all_gather", first)) - 1
+    assert parts_of(program, "all_gather", first) == ["up", "down", *["up+down"] * forward]
+    assert parts_of(program, "reduce_scatter", first) == ["down", "up"]
+    for unit in others:
+        for op in ("all_gather", "reduce_scatter"):
+            assert parts_of(program, op, unit) == parts_of(plain, op, unit)
+    kept, whole = (memory_of(each, plan, optimizer="none").peak.bytes for each in (program, plain))
+    assert kept <= whole
+
+
+def test_compute_begins_behind_the_first_part_and_the_last_reduce_is_a_part() -> None:
+    program, _ = finer(toys.blocks, SplitEnds(1))
+    nodes = list(program.graph.nodes)
+    waits = [
+        node
+        for node in nodes
+        if node.target is ops.wait and params_of(ops.collective_of(node))[0].startswith(LAYERS[0])
+    ]
+    early, late = waits[:2]
+    between = nodes[nodes.index(early) : nodes.index(late)]
+    assert any(ops.is_compute(node) for node in between)
+    assert ops.collective_of(late) < early  # all parts are issued where the whole was
+    reduces = [w for w in waits if ops.collective_of(w).target is ops.reduce_scatter]
+    issued = [nodes.index(ops.collective_of(wait)) for wait in reduces]
+    assert any(map(ops.is_compute, nodes[issued[0] : issued[1]]))
+
+
+def test_parts_are_worth_a_message_and_merged_ends_stay_whole() -> None:
+    whole, _ = finer(toys.blocks, SplitEnds(100))
+    assert parts_of(whole, "all_gather", LAYERS[0]) == ["up+down"] * 2
+    merged, _ = finer(toys.blocks, MergeGathers(1000), SplitEnds(1))
+    alone, _ = finer(toys.blocks, MergeGathers(1000))
+    for op in ("all_gather", "reduce_scatter"):
+        (found, expected) = (
+            [names for names in moved(each, op) if names[0].startswith("layers")]
+            for each in (merged, alone)
+        )
+        assert found == expected
+
+
 # -- skip_reshard ----------------------------------------------------------------------------
 
 
@@ -179,9 +257,6 @@ def test_a_unit_used_twice_is_kept_from_its_last_run_to_backward_s_first() -> No
     assert events(program, BACKWARD, "gather", "free") == (
         "gather b, free a, gather a, free b, free a"
     )
-
-
-LAYERS = ("layers.0", "layers.1", "layers.2")
 
 
 @pytest.mark.parametrize(

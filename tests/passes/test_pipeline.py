@@ -103,10 +103,10 @@ class Stages:
 
 def test_default_passes_follow_the_policy() -> None:
     base = default_passes(Policy())
-    assert [p.name for p in base] == [*DEFAULT[:-1], "merge_gathers", DEFAULT[-1]]
+    assert [p.name for p in base] == [*DEFAULT[:-1], "merge_gathers", "split_ends", DEFAULT[-1]]
     for unmerged in ({"merge_below": 0}, {"memory_budget": 1 << 40}):
         assert [p.name for p in default_passes(Policy(**unmerged))] == DEFAULT
-    merged = default_passes(Policy(merge_below=100, memory_budget=1 << 40))[-2]
+    merged = default_passes(Policy(merge_below=100, memory_budget=1 << 40))[-3]
     assert merged == MergeGathers(100, forward=1, backward=1)
     for options in (
         {"backward_prefetch": "post"},

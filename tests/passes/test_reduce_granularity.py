@@ -17,6 +17,7 @@ from graphshard.hardware.hardware import Hardware
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
+from graphshard.passes.split_ends import SplitEnds
 from graphshard.passes.split_gathers import SplitGathers
 from graphshard.passes.split_reduces import SplitReduces
 from graphshard.pipeline import default_passes, run_passes
@@ -142,6 +143,7 @@ STEPS = st.one_of(
     ),
     st.builds(SplitReduces, apart=st.sampled_from([None, 0.0, 3.0])),
     st.builds(MergeGathers, share=st.integers(50, 500)),
+    st.builds(SplitEnds, share=st.integers(1, 200)),
 )
 
 

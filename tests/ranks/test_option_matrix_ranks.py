@@ -99,6 +99,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "checked": {"check_finite": "error"},
         "apart": {"merge_below": 0},
         "in pairs": {"merge_below": 6_000},
+        "in parts": {"merge_below": 200},
     },
     "backend": {"": {}, "regions": {"backend": "inductor"}},
     "sizes": {"": {}, "symbols": {"dynamic": {"ids": {0: "batch", 1: "length"}}}},
@@ -112,7 +113,9 @@ REFUSED = (
     ("moved", "checked"),  # passes of one's own come behind those that insert the checks
     *(("budget", name) for name in ("activations", "both")),
     ("budget", "zero1"),  # whose parameters alone take more
-    *(("budget", name) for name in ("apart", "in pairs")),  # under which units stay apart
+    *(
+        ("budget", name) for name in ("apart", "in pairs", "in parts")
+    ),  # under which units stay apart
 )
 """Values of two axes that a policy refuses together, or that are one with others."""
 

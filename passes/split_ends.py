@@ -1,0 +1,115 @@
+"""split_ends: let the first gather of forward and the last reduce of backward go in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import fx
+
+from graphshard.cost.collective_cost import ranks_of
+from graphshard.passes.offload_params import COPIED
+from graphshard.passes.split_gathers import Piece, Split
+from graphshard.planning.plan import ShardingPlan
+from graphshard.program import ops
+from graphshard.program.aliases import gather_waits
+from graphshard.program.collective import Collective, operands_of, params_of, wait_of
+from graphshard.program.edit import issue_of, note_copies, take_operands
+from graphshard.program.pass_protocol import Pass
+from graphshard.program.program import BACKWARD, FORWARD, Program
+from graphshard.program.spans import find_spans
+from graphshard.program.storages import node_bytes
+from graphshard.schedule.clusters import readers_of
+
+PARTS = 4
+"""The most parts that a collective is split into."""
+
+
+@dataclass(frozen=True)
+class SplitEnds(Pass):
+    """Split what no compute can hide: the first gather of forward, the last reduce of backward.
+
+    A step begins with the gathers of the root and of the first other unit, and ends with the
+    reduces of the last one and of the root. In parts, compute begins when the parameters that it
+    reads first are there, and when it ends only the gradients that are ready last remain to be
+    reduced. Parts are issued where the whole was, or where their gradients are ready, and nothing
+    is stored longer.
+
+    Args:
+        share: the fewest bytes of a part that one rank stores.
+    """
+
+    share: int
+
+    def apply(self, program: Program, plan: ShardingPlan) -> None:
+        if plan.world_size == 1:
+            return
+        waits = [wait for wait in gather_waits(program) if wait.meta["phase"] == FORWARD]
+        for wait in list(_ends(sorted(waits, key=ops.collective_of))):
+            self._split_gather(program, plan, wait)
+        if plan.policy.offloads("params"):
+            note_copies(program, COPIED, params=True)
+        reduces = [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]
+        first = [n for n in reduces if not any(map(ops.is_reduced, operands_of(n)))]
+        for wait in _ends(map(wait_of, reversed(first))):
+            self._split_reduce(program, wait)
+
+    def _split_gather(self, program: Program, plan: ShardingPlan, wait: fx.Node) -> None:
+        spans = find_spans(program, plan)
+        readers = {v.args[1]: nodes for v, nodes in readers_of(wait, spans.derived).items()}
+        if not all(readers.values()):
+            return
+        read: dict[Any, fx.Node] = {index: min(nodes) for index, nodes in readers.items()}
+        parts = self._parts(ops.collective_of(wait), read, program)
+        if len(parts) > 1:
+            pieces = [Piece(0, 0, part, [n for i in part for n in readers[i]]) for part in parts]
+            Split(self.name, program, spans, wait).into(pieces)
+
+    def _split_reduce(self, program: Program, wait: fx.Node) -> None:
+        reduce = ops.collective_of(wait)
+        names = params_of(reduce)
+        ready = {index: ops.origin(grad) for index, grad in enumerate(operands_of(reduce))}
+        for part in self._parts(reduce, ready, program, last_first=True)[:0:-1]:
+            named = {names[index] for index in part}
+            take = (i for i, name in enumerate(params_of(reduce)) if name in named)
+            place = max(ready[index] for index in part)
+            for node in issue_of(ops.collective_of(take_operands(program, wait, take))):
+                place.append(node)
+                place = node
+
+    def _parts(
+        self,
+        collective: fx.Node,
+        places: Mapping[int, fx.Node],
+        program: Program,
+        *,
+        last_first: bool = False,
+    ) -> list[list[int]]:
+        """The operands of `collective`, by index, in groups that are parts, in order of `places`.
+
+        Operands of one place are in one part.
+        """
+        ranks = 1 if collective.target is ops.all_gather else ranks_of(collective, program)
+        sizes = [node_bytes(operand) // ranks for operand in operands_of(collective)]
+        least = max(self.share, sum(sizes) // PARTS)
+        parts: list[list[int]] = [[]]
+        in_order = sorted(places, key=places.__getitem__, reverse=last_first)
+        for _, group in groupby(in_order, key=places.__getitem__):
+            if sum(sizes[index] for index in parts[-1]) >= least:
+                parts.append([])
+            parts[-1] += group
+        if len(parts) > 1 and sum(sizes[index] for index in parts[-1]) < least:
+            parts[-2:] = [[*parts[-2], *parts[-1]]]
+        return parts
+
+
+def _ends(waits: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The first of `waits`: those of the root, and that of the first other unit."""
+    for wait in waits:
+        collective = Collective.of(ops.collective_of(wait))
+        if not collective.several_units:
+            yield wait
+        if collective.unit or collective.several_units:
+            return
