@@ -41,13 +41,14 @@ def order_holding_less(
     scorer: OrderScorer,
     limits: ByteTable,
     rule: Rule,
+    if_late: float,
 ) -> tuple[list[fx.Node], Score]:
     """Find the order of at most `seconds` that holds the fewest bytes because of sharding.
 
     Such bytes are unsharded parameters, gradients to reduce, and buffers of collectives. The search
     is a bisection that begins with `order` and places the jobs of `table` by `rule` within
-    `limits`. What it finds is as fast as `order` even if transfers take twice the estimate, since
-    compute waits for a gather that was issued just in time and comes late.
+    `limits`. What it finds takes at most `if_late` seconds if transfers take twice the estimate,
+    since compute waits for a gather that was issued just in time and comes late.
     """
     best, score = order, scorer.score(order)
     lifetimes = scorer.lifetimes
@@ -55,7 +56,6 @@ def order_holding_less(
     sharding = bytes_by_frame(lifetimes.live(places, sharding=True), places, lifetimes, table)
     others = limits.least - sharding
     most, least = lifetimes.sharding_bytes(order), int(sharding.max())
-    if_late = scorer.seconds(order, _LATE) * (1 + SLACK)
     while most - least > max(1, most // _PRECISION):
         middle = (most + least) // 2
         allowed = ByteTable(limits.least, torch.minimum(limits.most, others + middle))
@@ -112,7 +112,10 @@ def best_order(
         order, score = placed.order, scorer.score(placed.order)
         if budget.allows(score):
             break
-    if not budget.prefers(score, before):
+    # As fast as FSDP's order even if transfers take longer than estimated.
+    late = scorer.seconds(present, _LATE) * (1 + SLACK)
+    too_late = budget.allows(before) and scorer.seconds(order, _LATE) > late
+    if too_late or not budget.prefers(score, before):
         order = table.with_early_frees(present)
         score = scorer.score(order)
     if not budget.prefers(score, before):
@@ -121,7 +124,8 @@ def best_order(
         # With a `memory_budget`, no time is given up to hold fewer bytes.
         slack = 0.0 if budget.of_policy else SLACK
         longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
-        order, score = order_holding_less(order, longest, table, scorer, limits, chosen)
+        late = min(late, scorer.seconds(order, _LATE) * (1 + SLACK))
+        order, score = order_holding_less(order, longest, table, scorer, limits, chosen, late)
     sharding = scorer.lifetimes.sharding_bytes(order)
     return BestOrder(program, order, score, order is not present, sharding)
 
