@@ -17,6 +17,12 @@ def small() -> tuple[GPT, tuple[Tensor, Tensor]]:
     return GPT(GPTConfig(layers=2)), (tokens, tokens)
 
 
+def network_step() -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """Eight blocks, 512 wide, with example inputs of 4 x 128 tokens."""
+    tokens = torch.zeros(4, 128, dtype=torch.int64)
+    return GPT(GPTConfig(layers=8, heads=8, width=512)), (tokens, tokens)
+
+
 def wide_step() -> tuple[GPT, tuple[Tensor, Tensor]]:
     """Four blocks, 4096 wide: 1.1 B parameters, with example inputs of 4096 tokens."""
     tokens = torch.zeros(1, 4096, dtype=torch.int64)

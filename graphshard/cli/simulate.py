@@ -12,6 +12,7 @@ from graphshard.cli.tune import auto_policy_with, tuned
 from graphshard.cost.against_trace import compare_trace
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
+from graphshard.cost.plot import draw_beside
 from graphshard.errors import PolicyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.progress import Progress
@@ -92,24 +93,31 @@ def add_compare_trace(command: argparse.ArgumentParser) -> None:
         "--trace",
         required=True,
         type=Path,
+        nargs="+",
         metavar="FILE",
-        help="what torch.profiler wrote of one rank (export_chrome_trace); .json or .json.gz",
+        help="what torch.profiler wrote of each rank (export_chrome_trace); .json or .json.gz",
     )
     _add_hardware_options(command, required=True)
     command.add_argument("--events", action="store_true", help="a line for every event")
-    command.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    command.add_argument("--json", action="store_true", help="print the comparisons as JSON")
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the steps (needs matplotlib)"
+    )
     command.set_defaults(run=run_compare_trace)
 
 
 def run_compare_trace(options: argparse.Namespace, progress: Progress) -> str:
-    """Return what a trace measured beside the predicted step."""
+    """Return what traces measured beside the predicted step."""
     plan = plan_of(options, load_with_inputs(options, progress, "comparison"), progress)
     with progress.stage("simulate"):
         (estimate,) = _estimates(options, plan)
-        comparison = compare_trace(estimate, options.trace)
+        comparisons = [compare_trace(estimate, path) for path in options.trace]
+        if options.plot:
+            draw_beside(comparisons, options.plot)
         if options.json:
-            return json.dumps(comparison.to_dict(), indent=2)
-        return comparison.text(every_event=options.events)
+            data = [comparison.to_dict() for comparison in comparisons]
+            return json.dumps(data if len(data) > 1 else data[0], indent=2)
+        return "\n\n".join(c.text(every_event=options.events) for c in comparisons)
 
 
 _COMPARED = 8

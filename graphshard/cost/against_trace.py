@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
+from graphshard.cost.colours import WAIT
 from graphshard.cost.estimate import Estimate
 from graphshard.errors import CostError
 from graphshard.format import human_seconds, table
@@ -227,12 +228,26 @@ class ComparedEvent:
         return 0.0 if self.measured is None else self.measured - self.predicted
 
 
+class MeasuredSpan(NamedTuple):
+    """A part of a measured step, in seconds from the begin of its forward.
+
+    A transfer of a trace without a device lasts from its issue to the end of its wait, at most.
+    """
+
+    on_compute: bool
+    kind: str
+    """One of `colours.TIMES`: the phase of compute, the op of a transfer, or a wait."""
+    start: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class TraceComparison:
     """An estimate of a step beside the steps of a trace.
 
     steps: how many were measured. measured_seconds: of forward and backward together, the median.
-    others: forwards and backwards in the trace that are of another program.
+    others: forwards and backwards in the trace that are of another program. last_step: what the
+    last whole step did.
     """
 
     estimate: Estimate
@@ -241,6 +256,7 @@ class TraceComparison:
     steps: int
     measured_seconds: float
     others: int
+    last_step: tuple[MeasuredSpan, ...]
 
     @property
     def predicted_seconds(self) -> float:
@@ -308,6 +324,7 @@ def compare_trace(estimate: Estimate, path: Path) -> TraceComparison:
     collectives = _collectives(timeline)
     measured: dict[int, list[tuple[float | None, float]]] = defaultdict(list)
     lengths: dict[str, list[float]] = {FORWARD: [], BACKWARD: []}
+    matched: list[tuple[Half, dict[int, MeasuredEvent]]] = []
     for half in run.halves:
         places = by_phase[half.phase]
         found = _matched([timeline[place][0] for place in places], half)
@@ -315,6 +332,7 @@ def compare_trace(estimate: Estimate, path: Path) -> TraceComparison:
             continue
         by_place = {places[index]: event for index, event in found.items()}
         lengths[half.phase].append(_seconds(half, run.on_device))
+        matched.append((half, by_place))
         for place in places:
             one = by_place.get(place)
             took = _measured(place, timeline, by_place, collectives, on_device=run.on_device)
@@ -344,6 +362,7 @@ def compare_trace(estimate: Estimate, path: Path) -> TraceComparison:
         min(len(lengths[phase]) for phase in phases),
         sum(median(lengths[phase]) for phase in phases),
         len(run.halves) - sum(map(len, lengths.values())),
+        tuple(_last_step(matched, timeline, collectives)),
     )
 
 
@@ -467,6 +486,37 @@ def _exposed(place: int, by_place: Mapping[int, MeasuredEvent], awaited: Sequenc
     begin = max((k.end for p, k in compute if p < place), default=running[0].begin)
     end = min((k.begin for p, k in compute if p >= place), default=running[-1].end)
     return sum(max(0.0, min(end, k.end) - max(begin, k.begin)) for k in running)
+
+
+def _last_step(
+    matched: Sequence[tuple[Half, Mapping[int, MeasuredEvent]]],
+    timeline: Sequence[tuple[Event, list[Any]]],
+    collectives: Mapping[int, list[int]],
+) -> Iterator[MeasuredSpan]:
+    """What the last forward and backward did that follow each other, or the last of either."""
+    steps = [pair for pair in pairwise(matched) if pair[0][0].phase == FORWARD != pair[1][0].phase]
+    halves = steps[-1] if steps else matched[-1:]
+    begin = halves[0][0].begin
+    events = {p: event for _, half in halves for p, event in half.items()}
+    on_device = any(event.kernels for event in events.values())
+    for place, measured in events.items():
+        event, kind = timeline[place][0], _kind(timeline[place][0])
+        for kernel in measured.kernels:
+            if kind in (ON_COMPUTE, COMMUNICATION):
+                name = event.phase if kind == ON_COMPUTE else event.op
+                seconds = kernel.end - kernel.begin
+                yield MeasuredSpan(kind == ON_COMPUTE, name, kernel.begin - begin, seconds)
+        if on_device:
+            continue
+        start, seconds = measured.begin - begin, measured.end - measured.begin
+        if kind == ON_COMPUTE:
+            yield MeasuredSpan(True, event.phase, start, seconds)
+        elif kind == EXPOSED:
+            yield MeasuredSpan(True, WAIT, start, seconds)
+            for issued in collectives[place]:
+                at = events[issued].begin if issued in events else measured.begin
+                op = timeline[issued][0].op
+                yield MeasuredSpan(False, op, at - begin, measured.end - at)
 
 
 def _difference(run: MeasuredRun, phase: str, expected: Sequence[Event]) -> str:

@@ -26,10 +26,12 @@ HATCHES = ("/", "x", ".")
 
 _OPTIMIZER = Fill(YELLOW, "", "the optimizer: its update, and its state")
 
+WAIT = "compute waits"
+
 TIMES: dict[str, Fill] = {
     "forward": Fill(PEACH, "", "computes the forward pass"),
     "backward": Fill(ORANGE, "", "computes the backward pass"),
-    "compute waits": Fill(RED, "", "nothing to compute until a transfer ends: exposed"),
+    WAIT: Fill(RED, "", "nothing to compute until a transfer ends: exposed"),
     "optimizer": _OPTIMIZER,
     "overhead": Fill(PEACH, "/", "time of a step outside of forward, backward and optimizer"),
     "all_gather": Fill(SKY, "x", "brings the shards of parameters together from all ranks"),

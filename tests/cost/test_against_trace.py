@@ -136,6 +136,10 @@ def test_kernels_belong_to_the_event_that_launched_them(tmp_path: Path) -> None:
     measured, predicted = comparison.sums("exposed")
     assert measured == pytest.approx(sum(device.exposed.values()) * 1e-6)
     assert predicted == pytest.approx(mine.timeline.seconds - comparison.sums("compute")[1])
+    for kind, of_phase in (("compute", (FORWARD, BACKWARD)), ("communication", ())):
+        spans = [span for span in comparison.last_step if span.on_compute == (kind == "compute")]
+        assert sum(span.seconds for span in spans) == pytest.approx(comparison.sums(kind)[0])
+        assert not of_phase or {span.kind for span in spans} == set(of_phase)
     text = comparison.text()
     assert "1 step of rank 1 in trace.json (kernels on the device), beside h100-sxm" in text
     assert "all communication" in text
@@ -221,8 +225,14 @@ def test_the_command(
     assert data["steps"] == 3
     names = [event["name"] for event in data["events"]]
     assert names == [event.name for event in sharded.program.schedule()]
-    assert main([*arguments, "--events"]) == 0
-    assert "blocks.1 all_gather backward" in capsys.readouterr().out
+    twice = [*arguments, "--events", "--trace", "trace.json.gz", "trace.json.gz"]
+    assert main([*twice, "--json"]) == 0
+    assert [each["steps"] for each in json.loads(capsys.readouterr().out)] == [3, 3]
+    assert main([*twice, "--plot", "steps.svg"]) == 0
+    assert capsys.readouterr().out.count("blocks.1 all_gather backward") == 2
+    drawn = Path("steps.svg").read_text()
+    for row in ("predicted: compute", "rank 0: compute", "rank 0: all_gather", "compute waits"):
+        assert row in drawn
     Path("trace.json.gz").write_text("no trace")
     assert main(arguments) == 2
     assert "is no trace of torch.profiler" in capsys.readouterr().err

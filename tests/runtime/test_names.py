@@ -67,6 +67,10 @@ def require_names(**options: Any) -> list[str]:
     measured = [e for e in comparison.events if e.measured is not None]
     assert all(e.measured > 0 for e in measured)
     assert {e.kind for e in comparison.events if e.measured is None} == {"communication"}
+    spans = comparison.last_step
+    ends = {round(s.start + s.seconds, 9) for s in spans if s.kind == "compute waits"}
+    assert ends == {round(s.start + s.seconds, 9) for s in spans if not s.on_compute}
+    assert {s.kind for s in spans if not s.on_compute} >= {"all_gather", "reduce_scatter"}
     return names
 
 
