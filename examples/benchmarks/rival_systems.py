@@ -6,9 +6,9 @@ Everything else is each system's default: prefetching, what is freed after forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,7 +46,7 @@ class Setting:
 class Trained:
     """A system at work on a rank: what a step calls, and what lives between steps."""
 
-    called: nn.Module
+    called: Callable[..., Any]
     module: nn.Module
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -121,23 +121,6 @@ def fully_shard_step(
     return Trained(torch.compile(model) if compiled == "whole" else model, model)
 
 
-def _fsdp1(setting: Setting, model: nn.Module) -> Trained:
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    classes = {type(block) for _, block in setting.blocks(model)}
-    precision = None if setting.dtype is None else MixedPrecision(param_dtype=setting.dtype)
-    sharded = FullyShardedDataParallel(
-        model,
-        process_group=setting.mesh.get_group(),
-        auto_wrap_policy=ModuleWrapPolicy(classes),
-        mixed_precision=precision,
-        device_id=setting.device,
-        use_orig_params=True,
-    )
-    return Trained(sharded, sharded)
-
-
 def _ddp(setting: Setting, model: nn.Module) -> Trained:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -149,8 +132,35 @@ def _ddp(setting: Setting, model: nn.Module) -> Trained:
 
 
 def _alone(setting: Setting, model: nn.Module) -> Trained:
-    """Each rank by itself, in float32: what compute and the optimizer take without messages."""
-    return Trained(model, model)
+    """Compute and a rank's share of the optimizer, in float32, without messages."""
+    trained, params = Trained(model, model), list(model.parameters())
+    share = params[: len(params) // setting.mesh.size()]
+    trained.optimizer = torch.optim.AdamW(share, lr=LEARNING_RATE)
+    trained.optimizer.zero_grad = model.zero_grad
+    return trained
+
+
+class _Square(nn.Module):
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.squared = nn.ParameterList(parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(parameter.flatten()[:1].square().sum() for parameter in self.squared)
+
+
+def _messages(setting: Setting, model: nn.Module) -> Trained:
+    """Graphshard's messages: forward and backward read a number of each parameter, and no more."""
+    blocks = [block for _, block in setting.blocks(model)]
+    within = {id(parameter) for block in blocks for parameter in block.parameters()}
+    rest = _Square(p for p in model.parameters() if id(p) not in within)
+    squares = nn.Sequential(rest, *(_Square(block.parameters()) for block in blocks))
+    example = {"input": torch.zeros(1, device=setting.device)}
+    trained = graphshard_step(replace(setting, units=("_Square",), batch=example), squares)
+    trained.called = lambda **batch: trained.module(**example)
+    trained.optimizer = torch.optim.SGD(trained.module.parameters())
+    trained.optimizer.step = lambda: None
+    return trained
 
 
 def shard_simply(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
@@ -195,10 +205,6 @@ def _gathered(shard: DTensor, dtype: torch.dtype | None) -> Tensor:
     return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
-def _always(size: float, index: int) -> float:
-    return size
-
-
 def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
     largest = max(sum(p.nbytes for p in block.parameters()) for _, block in setting.blocks(model))
     shard_simply(model, setting.mesh, setting.dtype)
@@ -206,26 +212,26 @@ def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
     size = largest / 2**20 * (1 if setting.dtype is None else 0.5)
     buckets = {
         "bucket_all_gathers_fx": "all",
-        "bucket_all_gathers_fx_bucket_size_determinator": partial(_always, size),
+        "bucket_all_gathers_fx_bucket_size_determinator": lambda *_: size,
         "bucket_reduce_scatters_fx": "all",
-        "bucket_reduce_scatters_fx_bucket_size_determinator": partial(_always, size),
+        "bucket_reduce_scatters_fx_bucket_size_determinator": lambda *_: size,
     }
     return Trained(torch.compile(model, fullgraph=True, options=buckets), model)
 
 
 OURS, OURS_COMPILED, OURS_OVERLAP = "graphshard", "graphshard inductor", "graphshard overlap"
-ALONE = "ranks alone"
+ALONE, MESSAGES = "ranks alone", "messages alone"
 FSDP2, FSDP2_BLOCKS, FSDP2_WHOLE = "FSDP2", "FSDP2 compile blocks", "FSDP2 compile whole"
 
 SYSTEMS = (
     System(OURS, graphshard_step),
     System(FSDP2, fully_shard_step),
     System(OURS_OVERLAP, partial(graphshard_step, schedule="overlap")),
-    System("FSDP1", _fsdp1),
     System("DDP", _ddp),
     System(OURS_COMPILED, partial(graphshard_step, backend="inductor"), compiled=True),
     System(FSDP2_BLOCKS, partial(fully_shard_step, compiled="blocks"), compiled=True),
     System(FSDP2_WHOLE, partial(fully_shard_step, compiled="whole"), compiled=True),
     System("SimpleFSDP", _simple_fsdp, compiled=True),
     System(ALONE, _alone),
+    System(MESSAGES, _messages),
 )

@@ -71,6 +71,7 @@ from examples.benchmarks.rival_systems import (
     FSDP2,
     FSDP2_BLOCKS,
     FSDP2_WHOLE,
+    MESSAGES,
     OURS,
     OURS_COMPILED,
     OURS_OVERLAP,
@@ -385,7 +386,7 @@ def on_one_of(ranks: int, model: Model) -> None:
 def chosen(args: argparse.Namespace) -> list[System]:
     words = [word.lower() for word in args.systems or ()]
     asked = [s for s in SYSTEMS if any(word in s.name.lower() for word in words)]
-    named = asked if words else [s for s in SYSTEMS if s.name != ALONE]
+    named = asked if words else [s for s in SYSTEMS if s.name not in (ALONE, MESSAGES)]
     return [s for s in named if not (args.eager and s.compiled)]
 
 
