@@ -143,7 +143,7 @@ def same_as_eager(model, sharded, x=X, seeds=8):
         (skips(lambda: numpy.random.normal(0.5)), 1),
         (skips(lambda: torch.rand(1).item()), 1),
         (skips_if_true, 1),
-        (skips_within, None),
+        pytest.param(skips_within, None, marks=pytest.mark.slow),
         (scales, 1),
         (forces_teacher, 2),
         (drops_the_condition, 1),

@@ -159,6 +159,7 @@ def test_the_command_compares_two_policies(capsys, monkeypatch):
     assert "unrecognized arguments: --speed 9" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_would_make_room_does_and_frees_no_more_than_is_said():
     def gpt(rows=8, world=4, **options):
         with torch.device("meta"):

@@ -22,7 +22,7 @@ def check(ranks: int, cases: list[Case]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-QUICK = ("full accumulate", "grad_op units")
+QUICK = ("full accumulate",)
 
 
 def test_predicted_bytes_are_those_that_live():

@@ -205,7 +205,4 @@ def what_cannot_be_saved_is_told(rank: int) -> None:
     assert "writing" in text
 
 
-QUICK = [adapters_are_read_back]
-
-test_on_two_ranks = on_ranks(QUICK, 2, timeout=300)
-test_more_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals(), but=QUICK), 2, timeout=300))
+test_on_two_ranks = pytest.mark.slow(on_ranks(checks_of(globals()), 2, timeout=300))

@@ -258,7 +258,6 @@ def a_classifier_says_its_kind_of_problem_as_by_ddp(rank: int) -> None:
 
 
 QUICK = [
-    a_checkpoint_of_a_plain_trainer_is_resumed,
     a_sharded_module_is_taken_as_it_is,
     what_cannot_act_is_refused,
     ranks_take_the_first_ones_weights,

@@ -95,6 +95,7 @@ def test_all_files_are_written_and_listed_and_nothing_else(
         paths[4].write_text("old and longer than nothing" * 10_000)
 
 
+@pytest.mark.slow
 def test_dumps_are_the_same_in_another_process(
     plan: graphshard.ShardingPlan, tmp_path: Path
 ) -> None:

@@ -77,7 +77,7 @@ def freed(rank: int, name: str, backend: str = "eager") -> None:
     assert not alive, (name, alive)
 
 
-@pytest.mark.parametrize("name", ["plain", "checked"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("checked", marks=pytest.mark.slow)])
 def test_one_rank(name: str) -> None:
     freed(0, name)
 

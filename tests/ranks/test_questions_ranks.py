@@ -139,7 +139,6 @@ ON_TWO = [
     branches_that_raise,
     numbers_of_rounds_differ,
     each_rank_draws_what_it_skips,
-    each_rank_draws_on_its_host,
     other_units_on_each_rank,
 ]
 
@@ -184,6 +183,9 @@ def xlm_of_lengths(rank):
     train(rank, Case("xlm", _xlm, ("MultiHeadAttention", "TransformerFFN"), _lengths))
 
 
-test_transformers = pytest.mark.slow(
-    on_ranks([longformer_with_global_attention_at_times, xlm_of_lengths], 2, timeout=595)
-)
+SLOW = [
+    each_rank_draws_on_its_host,
+    longformer_with_global_attention_at_times,
+    xlm_of_lengths,
+]
+test_more_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2, timeout=595))

@@ -140,6 +140,7 @@ def check_draws(dtype: torch.dtype, backend: str, names: Iterable[str]) -> None:
 IN_FLOAT64 = ("bernoulli", "bernoulli of a view", "random_ from")
 
 
+@pytest.mark.slow
 def test_numbers_for_float64_are_those_of_eager():
     check_draws(torch.float64, "inductor", IN_FLOAT64)
 

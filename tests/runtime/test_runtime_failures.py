@@ -180,6 +180,7 @@ def one_calls_less(rank: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_away_is_an_error() -> None:
     text, _ = run_ranks(one_calls_less, 2, group_timeout=3.0)
     assert "did not get here within 3 s" in text
@@ -481,7 +482,7 @@ def sleeps(rank: int) -> None:
     [
         (raises_on_one, 2, r"rank 1 raised:(.|\n)*ValueError: on purpose"),
         (aborts, 1, r"ended with code -6(.|\n)*what C\+\+ says(.|\n)*in aborts"),
-        (sleeps, 1, "rank 0 was still running after 3 s"),
+        pytest.param(sleeps, 1, "rank 0 was still running after 3 s", marks=pytest.mark.slow),
     ],
 )
 def test_the_harness_tells_how_ranks_failed(

@@ -29,7 +29,7 @@ HASHES = {
     "partial": "2f88872534b09746",
     "mixed": "38e470b612b1fe68",
     "offload": "02f7cdc387a5b4c8",
-    "overlap": "c52e7032eed818a5",
+    "overlap": "7ef5148ef30aac8e",
     "overlap_gloo": "ae41ff040db992e5",
     "overlap_hybrid": "16fefed2f0547d7f",
     "odd": "6824ff2d7209e24d",

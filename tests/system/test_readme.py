@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,11 @@ def with_blocks(language: str) -> list[Path]:
     return [path for path in READMES if blocks(path, language)]
 
 
+def main_at_once(paths: list[Path]) -> list[Any]:
+    """The parameters of a test that is slow for all but the main one."""
+    return [p if p == MAIN else pytest.param(p, marks=pytest.mark.slow) for p in paths]
+
+
 def test_the_example_is_the_one_in_the_folder_and_runs(examples: Path) -> None:
     assert blocks(MAIN, "python")[0] == (examples / "quickstart.py").read_text()
     said = shell(
@@ -93,7 +99,7 @@ def test_the_example_is_the_one_in_the_folder_and_runs(examples: Path) -> None:
     assert "Warning" not in said
 
 
-@pytest.mark.parametrize("readme", with_blocks("python"), ids=name_of)
+@pytest.mark.parametrize("readme", main_at_once(with_blocks("python")), ids=name_of)
 def test_python_is_in_the_examples_or_runs(readme: Path, examples: Path) -> None:
     """The blocks of one file run one after the other, but for extracts of an example."""
     files = [path.read_text() for path in examples.rglob("*.py")]
@@ -122,14 +128,7 @@ needs_pinned_torch = pytest.mark.skipif(
 
 
 @needs_pinned_torch
-@pytest.mark.parametrize(
-    "readme",
-    [
-        path if path == MAIN else pytest.param(path, marks=pytest.mark.slow)
-        for path in with_blocks("console")
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("readme", main_at_once(with_blocks("console")), ids=name_of)
 def test_commands_print_what_the_readme_shows(
     readme: Path, examples: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -31,6 +31,7 @@ def tune(budget: int | str | None = None, **fields) -> graphshard.Tuning:
     return auto.tune(model, example_inputs=inputs, world_size=4)
 
 
+@pytest.mark.slow
 def test_what_is_found_is_an_ordinary_policy():
     tuning = tune(mixed_precision=MixedPrecision(torch.bfloat16))
     policy = eval(tuning.code, {"graphshard": graphshard, "torch": torch})
