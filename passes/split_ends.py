@@ -31,11 +31,13 @@ PARTS = 4
 class SplitEnds(Pass):
     """Split what no compute can hide: the first gather of forward, the last reduce of backward.
 
-    A step begins with the gathers of the root and of the first other unit, and ends with the
-    reduces of the last one and of the root. In parts, compute begins when the parameters that it
-    reads first are there, and when it ends only the gradients that are ready last remain to be
-    reduced. Parts are issued where the whole was, or where their gradients are ready, and nothing
-    is stored longer.
+    A step begins with the gathers of the root and of the first other unit, and ends with the reduce
+    of the unit whose backward is last. In parts, compute begins when the parameters that it reads
+    first are there, and when it ends only the gradients that are ready last remain to be reduced.
+    Parts of a gather are issued where the whole was, and freed where it was or earlier. Parts of a
+    reduce are issued where their gradients are ready, but behind the reduce before; casts of these
+    gradients live for the rest of the unit's backward. The root's reduce stays whole: its gradients
+    that are ready early would be kept for the whole of backward.
 
     Args:
         share: the fewest bytes of a part that one rank stores.
@@ -54,23 +56,31 @@ class SplitEnds(Pass):
         reduces = [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]
         first = [n for n in reduces if not any(map(ops.is_reduced, operands_of(n)))]
         for wait in _ends(map(wait_of, reversed(first))):
-            self._split_reduce(program, wait)
+            unit = Collective.of(ops.collective_of(wait)).unit
+            before = [node for node in first if node < ops.collective_of(wait)]
+            if unit and before:
+                self._split_reduce(program, wait, before[-1])
 
     def _split_gather(self, program: Program, plan: ShardingPlan, wait: fx.Node) -> None:
         spans = find_spans(program, plan)
-        readers = {v.args[1]: nodes for v, nodes in readers_of(wait, spans.derived).items()}
-        if not all(readers.values()):
+        readers: dict[Any, list[fx.Node]] = {
+            value.args[1]: sorted(nodes) for value, nodes in readers_of(wait, spans.derived).items()
+        }
+        forward = [n[0] for n in readers.values() if n and n[0].meta["phase"] == FORWARD]
+        if not forward or not all(readers.values()):
             return
-        read: dict[Any, fx.Node] = {index: min(nodes) for index, nodes in readers.items()}
+        # What only backward reads goes with the last part.
+        read = {index: min(nodes[0], max(forward)) for index, nodes in readers.items()}
         parts = self._parts(ops.collective_of(wait), read, program)
         if len(parts) > 1:
             pieces = [Piece(0, 0, part, [n for i in part for n in readers[i]]) for part in parts]
             Split(self.name, program, spans, wait).into(pieces)
 
-    def _split_reduce(self, program: Program, wait: fx.Node) -> None:
+    def _split_reduce(self, program: Program, wait: fx.Node, before: fx.Node) -> None:
         reduce = ops.collective_of(wait)
         names = params_of(reduce)
-        ready = {index: ops.origin(grad) for index, grad in enumerate(operands_of(reduce))}
+        # What was ready before would be stored until the end; it is hidden in any case.
+        ready = {i: max(ops.origin(grad), before) for i, grad in enumerate(operands_of(reduce))}
         for part in self._parts(reduce, ready, program, last_first=True)[:0:-1]:
             named = {names[index] for index in part}
             take = (i for i, name in enumerate(params_of(reduce)) if name in named)

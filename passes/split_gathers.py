@@ -79,6 +79,7 @@ class SplitGathers(Candidate):
             if len(pieces) > 1:
                 Split(self.name, program, spans, wait, self.forward, self.backward).into(pieces)
                 split = True
+                spans = find_spans(program, plan)
         if split and plan.policy.offloads("params"):
             note_copies(program, COPIED, params=True)
 

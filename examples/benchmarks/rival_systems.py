@@ -132,7 +132,7 @@ def _ddp(setting: Setting, model: nn.Module) -> Trained:
 
 
 def _alone(setting: Setting, model: nn.Module) -> Trained:
-    """Compute and a rank's share of the optimizer, in float32, without messages."""
+    """Compute and the optimizer of a rank's share of the tensors, in float32; no messages."""
     trained, params = Trained(model, model), list(model.parameters())
     share = params[: len(params) // setting.mesh.size()]
     trained.optimizer = torch.optim.AdamW(share, lr=LEARNING_RATE)
@@ -220,7 +220,7 @@ def _simple_fsdp(setting: Setting, model: nn.Module) -> Trained:
 
 
 OURS, OURS_COMPILED, OURS_OVERLAP = "graphshard", "graphshard inductor", "graphshard overlap"
-ALONE, MESSAGES = "ranks alone", "messages alone"
+ALONE, MESSAGES = "ranks alone", "messages"
 FSDP2, FSDP2_BLOCKS, FSDP2_WHOLE = "FSDP2", "FSDP2 compile blocks", "FSDP2 compile whole"
 
 SYSTEMS = (

@@ -40,10 +40,12 @@ def draw_beside(comparisons: Sequence[TraceComparison], path: str | os.PathLike[
     """Draw the predicted step, and below it that of each trace, by the clock of its host."""
     estimate = comparisons[0].estimate
     bars = [bar._replace(row=f"predicted: {bar.row}") for bar in _bars(estimate)]
-    for place, comparison in enumerate(comparisons):
-        name = place if comparison.run.rank is None else comparison.run.rank
+    ranks = [comparison.run.rank for comparison in comparisons]
+    for rank, comparison in zip(ranks, comparisons, strict=True):
+        known = rank is not None and ranks.count(rank) == 1
+        name = f"rank {rank}" if known else comparison.run.path.name
         for on_compute, kind, start, seconds in comparison.last_step:
-            row = f"rank {name}: {COMPUTE if on_compute else kind}"
+            row = f"{name}: {COMPUTE if on_compute else kind}"
             bars.append(_Bar(row, kind, start, seconds))
     figure = _figure(1.5 + 0.5 * len({bar.row for bar in bars}))
     axes = figure.subplots()

@@ -117,7 +117,8 @@ class Policy:
             few bytes takes the latency of its hops. They are also freed together, so each gather
             and reduce holds up to `merge_below` times the number of ranks. Where collectives run
             beside compute, the first gather and the last reduce of a step go in parts of no fewer
-            bytes. 0: neither. None: 1 MiB, or 512 KiB over Gloo, but 0 with a `memory_budget`.
+            bytes. 0: neither is done. None: 1 MiB, or 512 KiB over Gloo, but 0 with a
+            `memory_budget`.
         recompute: the activations that backward computes again instead of saving. "units": those
             of every unit but the root, so that only units' inputs are saved. A class, a class name
             or several: those of every call of such a module. "selective": those of the units except

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -97,9 +98,9 @@ def best_order(
     """Find the best order of the nodes of a finished `program`, without changing it.
 
     The list scheduler tries a few rules, and the best order by simulation that keeps the budget is
-    taken. If it is not faster than the present order (or as fast and smaller), only frees are
-    moved, or nothing. With `fewest_bytes`, of the orders that are as fast the one is taken that
-    holds the fewest bytes because of sharding.
+    taken. If it is not faster than the present order (or as fast and smaller), or not as fast where
+    transfers take twice the estimate, only frees are moved, or nothing. With `fewest_bytes`, of the
+    orders that are as fast the one is taken that holds the fewest bytes because of sharding.
     """
     present = list(program.graph.nodes)
     scorer = OrderScorer.of(program, plan, budget)
@@ -107,15 +108,15 @@ def best_order(
     table = JobTable.of(program, budget, scorer.cost)
     least = place(table, Rule(MINIMAL))
     limits = least_bytes(least.order, scorer.lifetimes, table, budget)
+    # A present order that keeps the budget is better than one which late transfers make slower.
+    late = scorer.seconds(present, _LATE) * (1 + SLACK) if budget.allows(before) else math.inf
     for rule, placed in (*_ranked(table, limits)[:_MAX_TRIES], (Rule(), least)):
         chosen = rule
         order, score = placed.order, scorer.score(placed.order)
-        if budget.allows(score):
+        in_time = scorer.seconds(order, _LATE) <= late
+        if in_time and budget.allows(score):
             break
-    # As fast as FSDP's order even if transfers take longer than estimated.
-    late = scorer.seconds(present, _LATE) * (1 + SLACK)
-    too_late = budget.allows(before) and scorer.seconds(order, _LATE) > late
-    if too_late or not budget.prefers(score, before):
+    if not in_time or not budget.prefers(score, before):
         order = table.with_early_frees(present)
         score = scorer.score(order)
     if not budget.prefers(score, before):

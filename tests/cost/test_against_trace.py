@@ -231,7 +231,12 @@ def test_the_command(
     assert main([*twice, "--plot", "steps.svg"]) == 0
     assert capsys.readouterr().out.count("blocks.1 all_gather backward") == 2
     drawn = Path("steps.svg").read_text()
-    for row in ("predicted: compute", "rank 0: compute", "rank 0: all_gather", "compute waits"):
+    for row in (
+        "predicted: compute",
+        "trace.json.gz: compute",
+        "trace.json.gz: all_gather",
+        "compute waits",
+    ):
         assert row in drawn
     Path("trace.json.gz").write_text("no trace")
     assert main(arguments) == 2

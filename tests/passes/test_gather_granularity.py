@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 import toy_programs as toys
 from granularity import (
     AGAIN,
@@ -18,8 +19,11 @@ from granularity import (
     most_unsharded,
 )
 from simulations import SLOW_HOPS, SLOW_NETWORK
+from torch import nn
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
+import graphshard
+from graphshard import BlockPolicy, MixedPrecision
 from graphshard.cost.memory import memory_of
 from graphshard.inspect.plan_text import moved_notes
 from graphshard.passes import merge_gathers
@@ -247,6 +251,86 @@ def test_parts_are_worth_a_message_and_merged_ends_stay_whole() -> None:
             for each in (merged, alone)
         )
         assert found == expected
+
+
+class Ready(torch.autograd.Function):
+    """A gradient that is known since forward, and a parameter that only backward reads."""
+
+    @staticmethod
+    def forward(ctx, x, w, b):
+        ctx.save_for_backward(w, b, x.sin())
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        w, b, known = ctx.saved_tensors
+        return grad @ w.t() + b, known, b * 2
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+
+    def forward(self, x):
+        return Ready.apply(torch.relu(x @ self.v), self.w, self.b)
+
+
+class Part(nn.Sequential):
+    pass
+
+
+class Untied(nn.Module):
+    """A head that is ready to be reduced when backward begins, and large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(2000, 64), nn.Linear(64, 2000, bias=False)
+        self.blocks = nn.Sequential(
+            *(Part(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(6))
+        )
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.embed(ids))).square().mean()
+
+
+BF16 = MixedPrecision(torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"mixed_precision": BF16},
+        {"mixed_precision": BF16, "recompute": "units"},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "SHARD_OPTIMIZER"},
+        {"offload": "params"},
+        {"reshard_after_forward": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("make", "block", "inputs"),
+    [
+        (lambda: nn.Sequential(Odd(), Odd()), Odd, torch.ones(8, 8)),
+        (Untied, Part, torch.zeros(2, 8, dtype=torch.int64)),
+    ],
+    ids=["odd", "untied"],
+)
+def test_captured_steps_go_in_parts_and_hold_no_more(
+    make: Any, block: Any, inputs: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned() -> ShardingPlan:
+        policy = BlockPolicy({block}, merge_below=16, **fields)
+        return graphshard.plan(make(), policy, example_inputs=(inputs,), world_size=4)
+
+    parts = planned()
+    monkeypatch.setattr(SplitEnds, "apply", lambda *_: None)
+    whole = planned()
+    assert len(moved(parts.program, "all_gather")) > len(moved(whole.program, "all_gather"))
+    kept, before = (memory_of(each.program, each).peak.bytes for each in (parts, whole))
+    assert kept <= before
 
 
 # -- skip_reshard ----------------------------------------------------------------------------

@@ -147,25 +147,30 @@ STEPS = st.one_of(
 )
 
 
-@given(programs(), st.lists(STEPS, min_size=1, max_size=4), st.booleans(), st.booleans())
+@given(
+    programs(),
+    st.lists(STEPS, min_size=1, max_size=4),
+    st.sampled_from(["FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP"]),
+    st.booleans(),
+)
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_row_of_these_passes_keeps_every_rule(
     program: tuple[Callable[[], Program], tuple[str, ...]],
     steps: list[Pass],
-    hybrid: bool,
+    strategy: str,
     stays: bool,
 ) -> None:
     build, units = program
-    policy = Policy(strategy="HYBRID_SHARD" if hybrid else "FULL_SHARD", merge_below=200 * stays)
+    policy = Policy(strategy=strategy, merge_below=200 * stays)
     finer(
         build,
         *steps,
         Overlap(),
         policy=policy,
-        mesh=(2, 2) if hybrid else (4,),
+        mesh=(2, 2) if strategy == "HYBRID_SHARD" else (4,),
         units=units,
         hardware=SLOW_HOPS,
-        may_stay=[unit for unit in units if unit and stays],
+        may_stay=[u for u in units if u and stays and strategy != "SHARD_GRAD_OP"],
     )
 
 

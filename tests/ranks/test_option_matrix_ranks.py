@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -513,6 +514,14 @@ def initial_values_do_not_depend_on_the_split(rank: int) -> None:
         assert all(torch.equal(value, values[0][name]) for name, value in other.items())
 
 
+def the_ends_of_a_step_go_in_parts(rank: int) -> None:
+    with surroundings(rank, {"hosts": 2, "merge_below": 200}) as sharded:
+        backward(sharded, 0, rank)
+        text = str(sharded.plan)
+    assert re.search(r"apart: blocks.0 is gathered in \d parts", text), text
+    assert re.search(r"apart: blocks.0 is reduced in \d parts", text), text
+
+
 def grids_are_rebound(rank: int) -> None:
     sharded = compiled()
     grid = next(p for p in sharded.parameters() if len(p.placements) == 2)
@@ -542,6 +551,8 @@ ON_FOUR = [
     Trains("zero1", **ZERO1, micro="gradient", recompute="selective"),
     Trains("half", mixed_precision=HALF, reshard_after_forward=2, offload=OFFLOAD, exact=False),
     Trains("whole", strategy="NO_SHARD", exact=False),
+    Trains("zero1 in parts", **ZERO1, hosts=2, merge_below=200),
+    Trains("replicas in parts", **REPLICAS, exact=False, hosts=2, merge_below=200),
     Trains("replicas", **REPLICAS, exact=False, micro="shard", offload=OFFLOAD,
            check_finite="warn"),
     Trains("replicas moved", **REPLICAS, exact=False, micro="gradient", passes=PASSES),
