@@ -53,11 +53,14 @@ class SplitEnds(Pass):
             self._split_gather(program, plan, wait)
         if plan.policy.offloads("params"):
             note_copies(program, COPIED, params=True)
-        reduces = [node for node in program.nodes(BACKWARD) if node.target in ops.REDUCES]
-        first = [n for n in reduces if not any(map(ops.is_reduced, operands_of(n)))]
-        for wait in _ends(map(wait_of, reversed(first))):
+        reduces = [node for node in program.nodes(BACKWARD) if ops.is_scatter(node)]
+        for wait in _ends(map(wait_of, reversed(reduces))):
             unit = Collective.of(ops.collective_of(wait)).unit
-            before = [node for node in first if node < ops.collective_of(wait)]
+            before = [
+                node
+                for node in reduces
+                if node < ops.collective_of(wait) and Collective.of(node).unit != unit
+            ]
             if unit and before:
                 self._split_reduce(program, wait, before[-1])
 
@@ -116,10 +119,12 @@ class SplitEnds(Pass):
 
 
 def _ends(waits: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The first of `waits`: those of the root, and that of the first other unit."""
+    """The first of `waits`: those of the root, and those of the first other unit."""
+    ends = {""}
     for wait in waits:
         collective = Collective.of(ops.collective_of(wait))
-        if not collective.several_units:
-            yield wait
-        if collective.unit or collective.several_units:
+        if collective.unit and len(ends) == 1:
+            ends.add(collective.unit)
+        if collective.several_units or collective.unit not in ends:
             return
+        yield wait

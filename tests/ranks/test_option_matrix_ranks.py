@@ -33,6 +33,7 @@ from uneven import VOCAB, WIDTH, Fourier, device
 
 from graphshard import MixedPrecision, pipeline
 from graphshard.errors import RuntimeStateError
+from graphshard.passes import split_ends
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.overlap import Overlap
 from graphshard.passes.set_budget import SetBudget
@@ -294,6 +295,7 @@ def surroundings(rank: int, fields: dict[str, Any]) -> Iterator[Any]:
             host = {"NCCL_HOSTID": f"host{rank}"}
             stack.enter_context(mock.patch.dict(os.environ, host))
             stack.enter_context(mock.patch.object(pipeline, "APART", 0))
+            stack.enter_context(mock.patch.object(split_ends, "PARTS", 16))
         yield compiled(**{name: value for name, value in fields.items() if name != "hosts"})
 
 
