@@ -79,7 +79,8 @@ def _split(program: Program, wait: fx.Node, grads: Sequence[fx.Node]) -> None:
     new_wait = take_operands(program, wait, (i for i, grad in enumerate(operands) if grad in grads))
     reduce = ops.collective_of(new_wait)
     averaged = _split_averages(program, new_wait)
-    last = max(map(ops.origin, grads))
+    # A gradient may be known since forward.
+    last = max(*map(ops.origin, grads), program.first_backward())
     for node in issue_of(reduce):
         last.append(node)
         last = node
@@ -142,5 +143,6 @@ def _accumulate_early(program: Program, work: ComputeTimes) -> None:
         if not ops.is_compute(source):  # a shard that a reduce returned
             continue
         if work.outside_unit(keep.meta["unit"], work.place[source], work.place[keep]):
+            ready = max(source, program.first_backward())
             for node in chain:
-                source.append(node)
+                ready.append(node)

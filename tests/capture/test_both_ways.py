@@ -359,7 +359,7 @@ _STEPS = {
 }
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*_STEPS]), st.booleans()), min_size=1, max_size=6))
 def test_a_program_is_as_in_eager_or_refused(steps):
     def forward(m, x):

@@ -23,7 +23,7 @@ from torch import nn
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 import graphshard
-from graphshard import BlockPolicy, MixedPrecision
+from graphshard import BlockPolicy, MixedPrecision, pipeline
 from graphshard.cost.memory import memory_of
 from graphshard.inspect.plan_text import moved_notes
 from graphshard.passes import merge_gathers
@@ -271,9 +271,10 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.v, self.w, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(3))
+        self.inside = nn.Identity()
 
     def forward(self, x):
-        return Ready.apply(torch.relu(x @ self.v), self.w, self.b)
+        return self.inside(Ready.apply(torch.relu(x @ self.v), self.w, self.b)).sin()
 
 
 class Part(nn.Sequential):
@@ -331,6 +332,20 @@ def test_captured_steps_go_in_parts_and_hold_no_more(
     assert len(moved(parts.program, "all_gather")) > len(moved(whole.program, "all_gather"))
     kept, before = (memory_of(each.program, each).peak.bytes for each in (parts, whole))
     assert kept <= before
+
+
+@pytest.mark.parametrize("merge_below", [0, 16])
+def test_gradients_known_since_forward_are_reduced_in_backward(
+    merge_below: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "APART", 0)
+    model = Odd()  # the root reads its own parameters before and behind the units inside it
+    model.inside = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    policy = BlockPolicy({nn.Linear}, merge_below=merge_below)
+    plan = graphshard.plan(model, policy, example_inputs=(torch.ones(8, 8),), world_size=4)
+    nodes = [node for node in plan.program.nodes() if ops.is_scatter(node)]
+    assert sum("w" in params_of(node) for node in nodes) == 1
+    assert {node.meta["phase"] for node in nodes} == {BACKWARD}
 
 
 # -- skip_reshard ----------------------------------------------------------------------------

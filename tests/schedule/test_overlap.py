@@ -10,8 +10,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import toy_programs as toys
+from granularity import finer
 from hypothesis import given, settings
-from simulations import UNIT, score_of
+from simulations import COUNTS, UNIT, score_of
 from torch import nn
 
 import graphshard
@@ -204,6 +205,22 @@ def test_an_order_that_holds_less_is_as_fast_where_transfers_are_late() -> None:
         for fewest in (False, True)
     )
     assert lean <= wide * (1 + SLACK)
+
+
+@pytest.mark.parametrize(
+    ("build", "ahead"), [(toys.blocks, 1), (toys.back_and_forth, 0)], ids=["blocks", "back"]
+)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_it_is_as_fast_as_fsdp_s_order_where_transfers_are_late(
+    build: Any, ahead: int, strategy: str
+) -> None:
+    policy = Policy(strategy=strategy, forward_prefetch=ahead)
+    program, plan = finer(build, policy=policy, hardware=COUNTS)
+    assert program.budget is not None
+    scorer = OrderScorer.of(program, plan, program.budget)
+    order = best_order(program, plan, program.budget, fewest_bytes=True).order
+    late = scorer.seconds(list(program.graph.nodes), 2.0)
+    assert scorer.seconds(order, 2.0) <= late * (1 + SLACK)
 
 
 def test_a_budget_is_kept_at_the_price_of_time() -> None:
