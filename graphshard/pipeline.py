@@ -193,10 +193,7 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
     backward = 1 if policy.backward_prefetch == "pre" else 0
     apart: tuple[Pass, ...] = ()
     if runs_beside_compute(process_group_backend, hosts):
-        apart = (
-            SplitGathers(apart=0.0, alone=APART, forward=forward, backward=backward),
-            SplitReduces(apart=0.0, alone=APART),
-        )
+        apart = (SplitGathers(APART, forward, backward), SplitReduces(APART))
     share = policy.bytes_merged(process_group_backend)
     kept = SkipReshard(together=share)
     together = (MergeGathers(share, forward, backward),) if share else ()
@@ -204,18 +201,9 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
     if policy.schedule != "overlap":
         return (*apart, kept, *together, *ends, ReleaseEarly())
     hardware = None if policy.hardware is None else Hardware.load(policy.hardware)
-    return (
-        *apart,
-        kept,
-        *ends,
-        SetBudget(hardware, forward, backward),
-        SplitGathers(only_if_faster=True),
-        SplitGathers(again=True, only_if_faster=True),
-        SplitReduces(only_if_faster=True),
-        MergeGathers(None, forward, backward),
-        ReleaseEarly(),
-        Overlap(),
-    )
+    budget = SetBudget(hardware, forward, backward)
+    by_cost = (MergeGathers(None, forward, backward),) if policy.merge_below != 0 else ()
+    return (*apart, kept, budget, *by_cost, *ends, ReleaseEarly(), Overlap())
 
 
 def run_passes(

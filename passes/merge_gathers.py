@@ -22,19 +22,13 @@ from graphshard.program.pass_protocol import PassLike
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import find_spans
 from graphshard.schedule.evaluate import budget_of
-from graphshard.schedule.search import BestOrder, trial_of
+from graphshard.schedule.search import GAIN, BestOrder, trial_of
 
 BANDWIDTH = (0.5, 0.75, 0.9)
 """Sizes to try are those at which bandwidth is this part of a collective's time, not latency."""
 
 ROOM = 0.6
 """The share of the sharding memory of FSDP's order that merging may use at no price."""
-
-UNSURE = 0.1
-"""The part of a step by which FSDP's order may seem slower merged than not and still is merged.
-
-What a small message costs is the figure that links give least exactly.
-"""
 
 
 @dataclass(frozen=True)
@@ -70,34 +64,32 @@ class MergeGathers(ByCost):
             _merge_reduces(program, share)
 
     def _choose_share(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> int:
-        """The best share: the policy's unless it is much slower than none, or a faster one."""
+        """The policy's share, or a larger one that saves `GAIN` of the time."""
         budget = budget_of(program)
-        plain = trial_of(program, plan, rest, fewest_bytes=True)
+        plain = trial_of(program, plan, rest)
         room = max(plain.sharding, int(ROOM * budget.room))
-        best = plain.score
-        chosen, collectives = 0, _collective_names(program)
+        fastest, chosen, collectives = plain.score.seconds, 0, _collective_names(program)
         if usual := plan.policy.bytes_merged(plan.process_group_backend):
             trial = program.copy()
             replace(self, share=usual).apply(trial, plan)
-            score = trial_of(trial, plan, rest, fewest_bytes=True).score
-            if budget.allows(score) and score.seconds <= (1 + UNSURE) * best.seconds:
-                best, chosen = score, usual
-        for share in _shares(plain, plan):
+            score = trial_of(trial, plan, rest).score
+            if budget.allows(score):
+                fastest, chosen = score.seconds, usual
+        fastest *= 1 - GAIN
+        for share in [each for each in _shares(plain, plan) if each > chosen]:
             trial = program.copy()
             replace(self, share=share).apply(trial, plan)
             if _collective_names(trial) == collectives:
                 continue
             collectives = _collective_names(trial)
-            merged = trial_of(trial, plan, rest, fewest_bytes=True)
+            merged = trial_of(trial, plan, rest)
             score = merged.score
-            if not budget.allows(score):
-                continue
             time_saved = 1 - score.seconds / plain.score.seconds
-            if not budget.of_policy and merged.sharding - room > time_saved * budget.bytes:
+            dear = merged.sharding - room > time_saved * budget.bytes
+            if not budget.allows(score) or (dear and not budget.of_policy):
                 continue
-            if score.seconds < best.seconds and score.beats(best):
-                best, chosen = score, share
-        program.budget = replace(budget, best=best)
+            if score.seconds < fastest:
+                fastest, chosen = score.seconds, share
         return chosen
 
 

@@ -13,13 +13,14 @@ from typing import ClassVar
 from torch import fx
 
 from graphshard.errors import PolicyError
-from graphshard.passes.by_cost import Candidate
 from graphshard.passes.recompute import (
     draws_to_repeat,
     recompute_checkpoints,
     require_calls,
     rewrite,
 )
+from graphshard.passes.split_gathers import SplitGathers
+from graphshard.passes.split_reduces import SplitReduces
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.pass_protocol import (
     PassLike,
@@ -43,7 +44,7 @@ from graphshard.recompute.regions import Reads, reads_of_calls
 
 
 def _moves_apart(step: PassLike) -> bool:
-    return isinstance(step, Candidate) and not step.only_if_faster
+    return isinstance(step, (SplitGathers, SplitReduces))
 
 
 @dataclass(frozen=True)

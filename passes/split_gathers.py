@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from graphshard.errors import PassError
-from graphshard.passes.by_cost import Candidate
 from graphshard.passes.offload_params import COPIED
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
@@ -23,10 +21,16 @@ from graphshard.program.edit import (
     prune_gather,
     rewire,
 )
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.spans import UnitSpans, find_spans
-from graphshard.schedule.clusters import ComputeTimes, bytes_moved, clusters, last_use, readers_of
-from graphshard.schedule.evaluate import budget_of
+from graphshard.schedule.clusters import (
+    ComputeBetween,
+    bytes_moved,
+    clusters,
+    last_use,
+    readers_of,
+)
 
 Use = tuple[int, fx.Node]
 """A parameter, by its index in its gather, and a node that reads it."""
@@ -43,39 +47,29 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class SplitGathers(Candidate):
+class SplitGathers(Pass):
     """Give each group of uses of a unit's parameters a gather, a wait and a free of its own.
 
-    Two uses are far apart if the compute of other units between them can hide the gather for the
-    later use. So the root's embedding is freed after its lookup, and the head is gathered while the
-    last block computes, instead of both staying in memory for the whole phase. The same holds for
-    any unit with units inside it.
-
-    A parameter used in several groups stays from the first to the last group. With `again` it is
-    gathered for each group, where that adds no collective or its bytes are worth one. It is not
-    gathered again in backward if its unit's strategy keeps it from forward.
+    Two uses are in different groups if other units compute between them. So the root's embedding is
+    freed after its lookup, and the head is gathered while the last block computes, instead of both
+    staying in memory for the whole phase. The same holds for any unit with units inside it. A
+    parameter used in several groups stays from the first to the last of them.
 
     Args:
-        again: whether parameters used in several groups are gathered for each.
-        apart: seconds of other units' compute that make two uses far apart. None: see above.
-        alone: bytes from which parameters are worth a gather of their own. None: the bytes at which
-            half of the gather's time is latency.
+        alone: bytes from which parameters are worth a gather of their own.
         forward, backward: the steps ahead that a later gather is issued in each phase.
     """
 
-    again: bool = False
-    apart: float | None = None
-    alone: int | None = None
+    alone: int = 0
     forward: int = 1
     backward: int = 1
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        timed = self.apart is None or self.alone is None
-        work = ComputeTimes(program, budget_of(program).hardware if timed else None)
+        between = ComputeBetween(program)
         spans = find_spans(program, plan)
         split = False
         for wait in list(gather_waits(program)):
-            pieces = self._pieces(wait, plan, work, spans)
+            pieces = self._pieces(wait, between, spans)
             if len(pieces) > 1:
                 Split(self.name, program, spans, wait, self.forward, self.backward).into(pieces)
                 split = True
@@ -83,73 +77,38 @@ class SplitGathers(Candidate):
         if split and plan.policy.offloads("params"):
             note_copies(program, COPIED, params=True)
 
-    def _pieces(
-        self, wait: fx.Node, plan: ShardingPlan, work: ComputeTimes, spans: UnitSpans
-    ) -> list[Piece]:
-        gather = ops.collective_of(wait)
-        unit = Collective.of(gather).unit
-        if Collective.of(gather).several_units:  # merged, as they are small
+    def _pieces(self, wait: fx.Node, between: ComputeBetween, spans: UnitSpans) -> list[Piece]:
+        gather = Collective.of(ops.collective_of(wait))
+        if gather.several_units:  # merged, as they are small
             return []
         uses: list[tuple[int, Use]] = []
         for value, readers in readers_of(wait, spans.derived).items():
             if not readers:
                 return []
             index: int = value.args[1]  # type: ignore[assignment]
-            uses += ((work.place[reader], (index, reader)) for reader in readers)
+            uses += ((between.place[reader], (index, reader)) for reader in readers)
         uses.sort(key=lambda use: (-use[0], use[1][0]))
 
-        def enough(group: Sequence[Use]) -> float:
-            if self.apart is not None:
-                large = self._worth_a_gather(wait, (index for index, _ in group), work)
-                return self.apart if large else math.inf
-            return work.collective_seconds(gather, bytes_moved(wait, (index for index, _ in group)))
+        def is_large(group: Sequence[Use]) -> bool:
+            return bytes_moved(wait, (index for index, _ in group)) >= self.alone
 
-        def gap(start: int, stop: int) -> float:
-            return work.outside_unit(unit, start, stop)
-
-        groups = clusters(uses, gap, enough)[::-1]
-        if len(groups) == 1:
-            return []
-        pieces = self._pieces_by_group(groups, wait, plan, work)
-        return self._join_small(pieces, wait, work)
-
-    def _worth_a_gather(self, wait: fx.Node, params: Iterable[int], work: ComputeTimes) -> bool:
-        """Whether these parameters are worth a gather of their own."""
-        size = bytes_moved(wait, params)
-        if self.alone is None:
-            return not work.is_latency_bound(ops.collective_of(wait), size)
-        return size >= self.alone
-
-    def _pieces_by_group(
-        self, groups: list[list[Use]], wait: fx.Node, plan: ShardingPlan, work: ComputeTimes
-    ) -> list[Piece]:
-        """One piece for each parameter, and for each further group that it is gathered for."""
-        gather = ops.collective_of(wait)
-        home: dict[int, Piece] = {}
-        pieces: list[Piece] = []
+        groups = clusters(uses, between.others(gather.unit), is_large)[::-1]
+        by_param: dict[int, Piece] = {}
         for place, group in enumerate(groups):
-            phase = min(reader for _, reader in group).meta["phase"]
-            used = sorted({index for index, _ in group})
-            gathered = [index for index in used if index in home]
-            may_repeat = self.again and _may_be_freed(gather, phase, plan)
-            worth = len(gathered) < len(used) or self._worth_a_gather(wait, gathered, work)
-            repeated = gathered if may_repeat and worth else []
-            for index in used:
-                if index not in home or index in repeated:
-                    home[index] = Piece(place, place, [index], [])
-                    pieces.append(home[index])
-                home[index].last = place
-                home[index].readers += [reader for other, reader in group if other == index]
-        return pieces
+            for index, reader in sorted(group):
+                piece = by_param.setdefault(index, Piece(place, place, [index], []))
+                piece.last = place
+                piece.readers.append(reader)
+        return self._join_small(list(by_param.values()), wait)
 
-    def _join_small(self, pieces: list[Piece], wait: fx.Node, work: ComputeTimes) -> list[Piece]:
+    def _join_small(self, pieces: list[Piece], wait: fx.Node) -> list[Piece]:
         """Join pieces with the same lifetime, and small pieces with one that is there meanwhile."""
         by_life: dict[tuple[int, int], Piece] = {}
         for piece in sorted(pieces, key=lambda piece: (piece.first, -piece.last)):
             life = piece.first, piece.last
             longer = [o for o in by_life if o[0] <= piece.first and piece.last <= o[1]]
             params = [i for p in pieces if (p.first, p.last) == life for i in p.params]
-            if life not in by_life and longer and not self._worth_a_gather(wait, params, work):
+            if life not in by_life and longer and bytes_moved(wait, params) < self.alone:
                 life = longer[-1]
             if life in by_life:
                 by_life[life].params += piece.params
@@ -157,18 +116,6 @@ class SplitGathers(Candidate):
             else:
                 by_life[life] = piece
         return list(by_life.values())
-
-
-def _may_be_freed(gather: fx.Node, phase: str, plan: ShardingPlan) -> bool:
-    """Whether the results of `gather` may be freed before a use in `phase`."""
-    options = plan.unit(Collective.of(gather).unit).options
-    if gather.meta["phase"] == phase or options.reshard is not False:
-        return True
-    # By default the root stays only because backward usually begins with it.
-    policy_keeps = plan.policy.reshard_after_forward is False
-    return (
-        not Collective.of(gather).unit and options.strategy.frees_after_forward and not policy_keeps
-    )
 
 
 @dataclass

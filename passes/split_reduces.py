@@ -2,67 +2,59 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from graphshard.passes.by_cost import Candidate
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
 from graphshard.program.aliases import transfers_after, unpacks
 from graphshard.program.collective import Collective, operands_of
 from graphshard.program.edit import issue_of, take_operands
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import BACKWARD, Program
 from graphshard.program.storages import bytes_of
-from graphshard.schedule.clusters import ComputeTimes, clusters
-from graphshard.schedule.evaluate import budget_of
+from graphshard.schedule.clusters import ComputeBetween, clusters
 
 
 @dataclass(frozen=True)
-class SplitReduces(Candidate):
+class SplitReduces(Pass):
     """Give each group of gradients that are ready together a reduce of its own, at its producer.
 
-    Two gradients are far apart if the compute of other units between them can hide the reduce of
-    the earlier one. So the head's gradient is reduced when backward begins, and does not stay in
-    memory until the embedding's gradient is computed at the end. The wait stands before the next
-    reduce_scatter, and averages over replicas are split in the same way. A gradient that is
-    accumulated instead of reduced is accumulated where it is ready.
+    Two gradients are in different groups if other units compute between them. So the head's
+    gradient is reduced when backward begins, and does not stay in memory until the embedding's
+    gradient is computed at the end. The wait stands before the next reduce_scatter, and averages
+    over replicas are split in the same way. A gradient that is accumulated instead of reduced is
+    accumulated where it is ready.
 
     Args:
-        apart: seconds of other units' compute that make two gradients far apart. None: see above.
+        alone: bytes from which gradients are worth a reduce of their own.
     """
 
-    apart: float | None = None
     alone: int = 0
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        hardware = budget_of(program).hardware if self.apart is None else None
-        work = ComputeTimes(program, hardware)
-        _accumulate_early(program, work)
+        between = ComputeBetween(program)
+        _accumulate_early(program, between)
         firsts = [node for node in program.nodes(BACKWARD) if _is_first(node)]
         for reduce in firsts:
             (wait,) = reduce.users
             operands = operands_of(reduce)
-            groups = self._groups(reduce, operands, work)
+            groups = self._groups(reduce, operands, between)
             for group in groups[:-1]:
                 _split(program, wait, [operands[index] for index in group])
 
     def _groups(
-        self, reduce: fx.Node, operands: Sequence[fx.Node], work: ComputeTimes
+        self, reduce: fx.Node, operands: Sequence[fx.Node], between: ComputeBetween
     ) -> list[list[int]]:
         """Groups of operands, by index, in the order in which they are ready."""
-        unit = Collective.of(reduce).unit
-        ready = [(work.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
+        ready = [(between.place[ops.origin(grad)], index) for index, grad in enumerate(operands)]
 
-        def enough(group: Sequence[int]) -> float:
-            size = sum(bytes_of(operands[i].meta["val"]) for i in group)
-            if self.apart is not None:
-                return self.apart if size >= self.alone else math.inf
-            return work.collective_seconds(reduce, size)
+        def is_large(group: Sequence[int]) -> bool:
+            return sum(bytes_of(operands[i].meta["val"]) for i in group) >= self.alone
 
-        return clusters(sorted(ready), lambda *between: work.outside_unit(unit, *between), enough)
+        return clusters(sorted(ready), between.others(Collective.of(reduce).unit), is_large)
 
 
 def _is_first(node: fx.Node) -> bool:
@@ -129,7 +121,7 @@ def _move_wait(wait: fx.Node, before: fx.Node, averages: Sequence[fx.Node] | Non
         before.prepend(node)
 
 
-def _accumulate_early(program: Program, work: ComputeTimes) -> None:
+def _accumulate_early(program: Program, between: ComputeBetween) -> None:
     """Move each `accumulate_grad` of a full gradient to its producer.
 
     It stays where it is if no other unit computes in between.
@@ -142,7 +134,8 @@ def _accumulate_early(program: Program, work: ComputeTimes) -> None:
             chain.append(source)
         if not ops.is_compute(source):  # a shard that a reduce returned
             continue
-        if work.outside_unit(keep.meta["unit"], work.place[source], work.place[keep]):
+        others = between.others(keep.meta["unit"])
+        if others(between.place[source], between.place[keep]):
             ready = max(source, program.first_backward())
             for node in chain:
                 ready.append(node)

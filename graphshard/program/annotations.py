@@ -101,7 +101,6 @@ class Budget:
         hardware: the hardware to time on.
         of_policy: whether the policy sets `memory_budget`.
         unchanged_because: the reason the program stays in FSDP's order; None if it does not.
-        best: the score that `Overlap` would reach with the program as it is; None if unknown.
         room: peak bytes that sharding adds to the program in FSDP's order: unsharded parameters,
             gradients to reduce and, without `of_policy`, communication buffers.
         sharding: the same peak in the order that `Overlap` chose; None before that.
@@ -111,7 +110,6 @@ class Budget:
     hardware: Hardware
     of_policy: bool
     unchanged_because: str | None = None
-    best: Score | None = None
     room: int = 0
     sharding: int | None = None
 

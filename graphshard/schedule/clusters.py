@@ -1,17 +1,13 @@
-"""Places where parameters are used and gradients are ready, and the compute between them."""
+"""Places where parameters are used and gradients are ready, and whether units compute between."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import TypeVar
 
 from torch import fx
 
-from graphshard.cost.collective_cost import collective_seconds, saturating_bytes, shape_of
-from graphshard.cost.op_cost import op_cost
-from graphshard.hardware.hardware import Hardware
 from graphshard.program import ops
 from graphshard.program.aliases import ParameterSource, is_view_op, unpacks, uses_of
 from graphshard.program.program import Program
@@ -20,54 +16,30 @@ from graphshard.program.storages import bytes_of
 T = TypeVar("T")
 
 
-class ComputeTimes:
-    """Seconds of compute between any two places of a program's graph.
+class ComputeBetween:
+    """Whether units compute between any two places of a program's graph.
 
     Creating it takes one walk over the graph. It is stale once the graph is edited.
-
-    Args:
-        program: a finished program.
-        hardware: the machine of each rank. None: each operator but a view counts as one second.
     """
 
-    def __init__(self, program: Program, hardware: Hardware | None) -> None:
-        self.program, self.hardware = program, hardware
+    def __init__(self, program: Program) -> None:
         nodes = list(program.graph.nodes)
         self.place: Mapping[fx.Node, int] = {node: index for index, node in enumerate(nodes)}
-        seconds = [_seconds(node, hardware) for node in nodes]
-        self._upto = [0.0, *accumulate(seconds)]
-        # By unit, the places of its nodes, and its seconds before each of them and after the last.
-        self._by_unit: dict[str, tuple[list[int], list[float]]] = {}
+        self._all: list[int] = []  # the places of compute but views
+        self._by_unit: dict[str, list[int]] = {}
         for index, node in enumerate(nodes):
-            unit = str(node.meta.get("unit", ""))
-            places, upto = self._by_unit.setdefault(unit, ([], [0.0]))
-            places.append(index)
-            upto.append(upto[-1] + seconds[index])
+            if ops.is_compute(node) and not is_view_op(node.target):
+                self._all.append(index)
+                self._by_unit.setdefault(node.meta["unit"], []).append(index)
 
-    def outside_unit(self, unit: str, start: int, stop: int) -> float:
-        """Seconds of compute from place `start` up to `stop` that does not belong to `unit`."""
-        places, upto = self._by_unit.get(unit, ([], [0.0]))
-        of_unit = upto[bisect_left(places, stop)] - upto[bisect_left(places, start)]
-        seconds = self._upto[stop] - self._upto[start] - of_unit
-        return seconds if seconds > 1e-12 else 0.0  # differences of sums are not exactly zero
+    def others(self, unit: str) -> Callable[[int, int], bool]:
+        """Whether another unit than `unit` computes from one place up to another."""
 
-    def collective_seconds(self, collective: fx.Node, size: int) -> float:
-        """Seconds that `collective` would take to move `size` bytes of full tensors."""
-        assert self.hardware is not None
-        shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
-        return collective_seconds(ops.OPS[collective.target].moves, size, shape, self.hardware)
+        def count(places: Sequence[int], start: int, stop: int) -> int:
+            return bisect_left(places, stop) - bisect_left(places, start)
 
-    def is_latency_bound(self, collective: fx.Node, size: int) -> bool:
-        """Whether latency would take over half of the time of a collective of `size` bytes."""
-        assert self.hardware is not None
-        shape = shape_of(collective, self.program, self.hardware.gpus_per_node)
-        return size < saturating_bytes(shape, self.hardware, share=0.5)
-
-
-def _seconds(node: fx.Node, hardware: Hardware | None) -> float:
-    if hardware is None:
-        return float(ops.is_compute(node) and not is_view_op(node.target))
-    return op_cost(node).seconds(hardware)
+        own = self._by_unit.get(unit, [])
+        return lambda *between: count(self._all, *between) > count(own, *between)
 
 
 def readers_of(
@@ -97,19 +69,17 @@ def last_use(wait: fx.Node) -> fx.Node:
 
 def clusters(
     items: Iterable[tuple[int, T]],
-    gap: Callable[[int, int], float],
-    enough: Callable[[Sequence[T]], float],
+    are_apart: Callable[[int, int], bool],
+    is_large: Callable[[Sequence[T]], bool],
 ) -> list[list[T]]:
     """Group `items`, pairs of place and item in order, whose places are near each other.
 
-    `gap` is the distance between two places, the lower one first. A group ends where the distance
-    to the next item is positive and at least `enough` of the group.
+    A group ends where it is large and apart from the next item; the lower place is given first.
     """
     groups: list[list[T]] = []
     last = -1
     for place, item in items:
-        between = gap(*sorted((last, place))) if groups else 0.0
-        if not groups or (between > 0 and between >= enough(groups[-1])):
+        if not groups or (are_apart(*sorted((last, place))) and is_large(groups[-1])):
             groups.append([])
         groups[-1].append(item)
         last = place

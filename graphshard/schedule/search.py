@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program.annotations import Budget, Score
 from graphshard.program.pass_protocol import PassLike, apply_passes
-from graphshard.program.program import Program, argument_key
+from graphshard.program.program import Program
 from graphshard.schedule.evaluate import OrderScorer, budget_of, bytes_by_frame, least_bytes
 from graphshard.schedule.jobs import JobTable
 from graphshard.schedule.list_scheduler import (
@@ -25,6 +25,12 @@ from graphshard.schedule.list_scheduler import (
     Rule,
     place,
 )
+
+GAIN = 0.01
+"""The fraction of a step's time by which an order must be faster than FSDP's to be taken.
+
+Estimates differ from measured steps by more, and FSDP's order depends on no estimate.
+"""
 
 SLACK = 1e-3
 """The fraction of a step's time by which `order_holding_less` may prolong it."""
@@ -92,15 +98,14 @@ class BestOrder:
     sharding: int
 
 
-def best_order(
-    program: Program, plan: ShardingPlan, budget: Budget, *, fewest_bytes: bool = False
-) -> BestOrder:
+def best_order(program: Program, plan: ShardingPlan, budget: Budget) -> BestOrder:
     """Find the best order of the nodes of a finished `program`, without changing it.
 
     The list scheduler tries a few rules, and the best order by simulation that keeps the budget is
-    taken. If it is not faster than the present order (or as fast and smaller), or not as fast where
-    transfers take twice the estimate, only frees are moved, or nothing. With `fewest_bytes`, of the
-    orders that are as fast the one is taken that holds the fewest bytes because of sharding.
+    taken if it is faster than the present one by `GAIN`, and as fast where transfers take twice the
+    estimate; of the orders that are as fast, the one that holds the fewest bytes because of
+    sharding. Else only frees are moved, or nothing. A present order above the budget gives way to
+    any that keeps it.
     """
     present = list(program.graph.nodes)
     scorer = OrderScorer.of(program, plan, budget)
@@ -108,25 +113,26 @@ def best_order(
     table = JobTable.of(program, budget, scorer.cost)
     least = place(table, Rule(MINIMAL))
     limits = least_bytes(least.order, scorer.lifetimes, table, budget)
-    # A present order that keeps the budget is better than one which late transfers make slower.
-    late = scorer.seconds(present, _LATE) * (1 + SLACK) if budget.allows(before) else math.inf
+    late = longest = math.inf
+    if budget.allows(before):
+        longest = before.seconds * (1 - GAIN)
+        late = scorer.seconds(present, _LATE) * (1 + SLACK)
     for rule, placed in (*_ranked(table, limits)[:_MAX_TRIES], (Rule(), least)):
-        chosen = rule
-        order, score = placed.order, scorer.score(placed.order)
-        in_time = scorer.seconds(order, _LATE) <= late
+        chosen, order, score = rule, placed.order, scorer.score(placed.order)
+        in_time = score.seconds <= longest and scorer.seconds(order, _LATE) <= late
         if in_time and budget.allows(score):
             break
-    if not in_time or not budget.prefers(score, before):
-        order = table.with_early_frees(present)
-        score = scorer.score(order)
-    if not budget.prefers(score, before):
-        order, score = present, before
-    if fewest_bytes:
+    if in_time and budget.prefers(score, before):
         # With a `memory_budget`, no time is given up to hold fewer bytes.
         slack = 0.0 if budget.of_policy else SLACK
         longest = max(score.seconds, min(score.seconds * (1 + slack), before.seconds))
         late = min(late, scorer.seconds(order, _LATE) * (1 + SLACK))
         order, score = order_holding_less(order, longest, table, scorer, limits, chosen, late)
+    else:
+        order = table.with_early_frees(present)
+        score = scorer.score(order)
+        if not budget.prefers(score, before):
+            order, score = present, before
     sharding = scorer.lifetimes.sharding_bytes(order)
     return BestOrder(program, order, score, order is not present, sharding)
 
@@ -142,37 +148,9 @@ def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]
     return ranked
 
 
-def trial_of(
-    program: Program,
-    plan: ShardingPlan,
-    rest: Sequence[PassLike] = (),
-    *,
-    fewest_bytes: bool = False,
-) -> BestOrder:
-    """Find the best order of `program` after the passes `rest`, without changing `program`.
-
-    `fewest_bytes` is that of `best_order`.
-    """
+def trial_of(program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()) -> BestOrder:
+    """Find the best order of `program` after the passes `rest`, without changing `program`."""
     if rest:
         program = program.copy()
     apply_passes(rest, program, plan)
-    return best_order(program, plan, budget_of(program), fewest_bytes=fewest_bytes)
-
-
-def trial_after(
-    step: PassLike, program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()
-) -> BestOrder | None:
-    """The trial of a copy of `program` after `step` and `rest`; None if `step` changes nothing."""
-    changed = program.copy()
-    step.apply(changed, plan)
-    if _form(changed) == _form(program):
-        return None
-    apply_passes(rest, changed, plan)
-    return trial_of(changed, plan)
-
-
-def _form(program: Program) -> list[tuple[str, Hashable]]:
-    """The names and arguments of all nodes, which a pass may change."""
-    return [
-        (node.name, argument_key((node.args, node.kwargs), str)) for node in program.graph.nodes
-    ]
+    return best_order(program, plan, budget_of(program))

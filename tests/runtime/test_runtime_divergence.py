@@ -115,11 +115,11 @@ def a_replicated_forward_on_one_rank(rank: int) -> None:
 
 
 def sizes_of_other_costs(rank: int) -> None:
-    """FSDP's order does not mind; what is merged or split depends on how long compute takes."""
+    """FSDP's order does not mind; what is merged by cost depends on how long compute takes."""
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.zeros(400_000 if rank else 2, 4)
     compiled(copy.deepcopy(layers))(x).sum().backward()
-    order = {"schedule": "overlap", "hardware": "cpu-gloo", "merge_below": 0}
+    order = {"schedule": "overlap", "hardware": "cpu-gloo", "merge_below": 64}
     by_cost = graphshard.BlockPolicy({nn.Linear}, reshard_after_forward=True, **order)
     sharded = graphshard.compile(layers, by_cost)
     message = refused(lambda: sharded(x), sharded)

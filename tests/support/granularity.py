@@ -21,11 +21,9 @@ from graphshard.program.pass_protocol import Pass
 from graphshard.program.program import Program
 from graphshard.program.storages import FULL_GRADIENTS, live_unsharded, storages_of
 
-# Any compute of another unit is far; any parameter is worth a gather.
-SPLIT = SplitGathers(apart=0.0, alone=0)
-AGAIN = SplitGathers(again=True, apart=0.0, alone=0)
-REDUCES = SplitReduces(apart=0.0)
-ALL_FINER = (AGAIN, REDUCES)
+SPLIT = SplitGathers()
+REDUCES = SplitReduces()
+ALL_FINER = (SPLIT, REDUCES)
 
 
 def finer(

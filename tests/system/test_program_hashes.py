@@ -30,7 +30,7 @@ HASHES = {
     "mixed": "38e470b612b1fe68",
     "offload": "02f7cdc387a5b4c8",
     "overlap": "7ef5148ef30aac8e",
-    "overlap_gloo": "ae41ff040db992e5",
+    "overlap_gloo": "41e863fae3c62910",
     "overlap_hybrid": "16fefed2f0547d7f",
     "odd": "6824ff2d7209e24d",
     "recompute": "c94ffa4f72689937",
@@ -38,7 +38,7 @@ HASHES = {
     "merged_zero2": "98246255aac3727e",
     "merged_zero1": "7508ada0e6916ecd",
     "merged_hybrid": "63767cb3fc515bf1",
-    "merged_overlap": "6baba673c296b9f8",
+    "merged_overlap": "bccd68b291694e73",
 }
 
 

@@ -95,8 +95,8 @@ LOW = MixedPrecision(
 
 SPLIT: tuple[PassLike, ...] = (
     SetBudget(Hardware.load("h100-sxm")),
-    SplitGathers(apart=0.0, alone=0),
-    SplitReduces(apart=0.0),
+    SplitGathers(),
+    SplitReduces(),
 )
 """Passes that split every gather and reduce that can be, whatever it costs."""
 
