@@ -17,6 +17,7 @@ from graphshard.passes.accumulate import Accumulate
 from graphshard.passes.check_finite import CheckFinite
 from graphshard.passes.cuda_graph import CudaGraph
 from graphshard.passes.form_regions import FormRegions
+from graphshard.passes.gather_unused import GatherUnused
 from graphshard.passes.insert_free import InsertFree
 from graphshard.passes.merge_gathers import MergeGathers
 from graphshard.passes.offload_activations import OffloadActivations
@@ -125,10 +126,11 @@ def default_passes(
         first = RecomputeToBudget(policy.memory_budget, bool(choice.classes), keep)
     return (
         first,
+        *((GatherUnused(),) if policy.gather_unused else ()),
         Unshard(),
         PartialReshard(),
         Regather(),
-        ZeroMissingGrads(),
+        ZeroMissingGrads(every=policy.gather_unused),
         ReduceGrads(),
         ReduceReplicas(),
         Precision(),
@@ -172,7 +174,9 @@ def passes_for(passes: Iterable[PassLike], mode: Mode) -> tuple[PassLike, ...]:
         if isinstance(step, Accumulate):
             configured.append(Accumulate(kind, frozenset(gradients), frozenset(shards)))
         elif isinstance(step, ZeroMissingGrads):
-            configured.append(ZeroMissingGrads(frozenset() if kind == GRADIENT else fqns))
+            reduces = kind != GRADIENT
+            params = fqns if reduces else frozenset()
+            configured.append(replace(step, params=params, every=step.every and reduces))
         else:
             configured.append(step)
     return tuple(configured)
@@ -186,13 +190,14 @@ def _finer(policy: Policy, process_group_backend: str, hosts: int) -> tuple[Pass
     """What moves apart or together and is released early; with "overlap" by simulation, too.
 
     Where collectives run beside compute, parameters of a unit between whose uses other units run
-    are moved apart. Small units that are neighbours move together. Both depend on no sizes of
-    inputs and on no times, so ranks agree on them.
+    are moved apart, but not with `gather_unused`, since ranks may use others. Small units that are
+    neighbours move together. Both depend on no sizes of inputs and on no times, so ranks agree on
+    them.
     """
     forward = policy.forward_units_ahead(process_group_backend, hosts)
     backward = 1 if policy.backward_prefetch == "pre" else 0
     apart: tuple[Pass, ...] = ()
-    if runs_beside_compute(process_group_backend, hosts):
+    if runs_beside_compute(process_group_backend, hosts) and not policy.gather_unused:
         apart = (SplitGathers(APART, forward, backward), SplitReduces(APART))
     share = policy.bytes_merged(process_group_backend)
     kept = SkipReshard(together=share)

@@ -255,7 +255,7 @@ def _erase_dead(program: Program, read: set[fx.Node]) -> None:
                 puts_back.pop(device, None)
             elif device in puts_back:
                 program.graph.erase_node(node)
-        elif erasable and not node.users:
+        elif erasable and not node.users and node.target is not ops.touch:
             unread_now = ops.is_random(node) and node in read and not ops.writes(node)
             if unread_now or not ops.has_effect(node):
                 program.graph.erase_node(node)

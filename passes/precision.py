@@ -107,11 +107,12 @@ def _drop_cast(full: fx.Node, name: str, dtype: torch.dtype) -> Any:
     """Redirect readers of the cast of `full` to `full`; returns its FakeTensor in `dtype`."""
     casts = [user for user in full.users if cast_dtype(user) == dtype]
     parts = [user for user in full.users if user.target is ops.reshard]
-    others = [user.name for user in full.users if user not in casts and user not in parts]
+    touches = [user for user in full.users if user.target is ops.touch]
+    others = full.users.keys() - {*casts, *parts, *touches}
     if others:
         raise PassError(
-            f"{others[0]} reads parameter {name!r} in {full.meta['val'].dtype}, which the plan "
-            f"computes in {dtype}; read its cast"
+            f"{min(others).name} reads parameter {name!r} in {full.meta['val'].dtype}, which the "
+            f"plan computes in {dtype}; read its cast"
         )
     for cast in casts:
         cast.replace_all_uses_with(full)

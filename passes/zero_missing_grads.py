@@ -25,9 +25,11 @@ class ZeroMissingGrads(Pass):
 
     Args:
         params: FQNs of the parameters with an accumulated gradient.
+        every: do so for every trained parameter, since another rank may have a gradient of it.
     """
 
     params: frozenset[str] = frozenset()
+    every: bool = False
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
         unknown = self.params - {param.fqn for param in program.params}
@@ -36,13 +38,15 @@ class ZeroMissingGrads(Pass):
                 f"pass {self.name}: the program has no parameter {min(unknown, default='')!r}, or "
                 "no backward"
             )
-        if not self.params:
+        trained = {param.fqn for param in program.params if param.requires_grad}
+        params = trained if self.every and program.grad else self.params
+        if not params:
             return
         results = program.results()
         last: dict[str, fx.Node] = {node.meta["unit"]: node for node in program.nodes(BACKWARD)}
         end = program.output_node.prev
         for index, param in enumerate(program.params):
-            if param.fqn in self.params and not param.ignored and results.grads[index] is None:
+            if param.fqn in params and not param.ignored and results.grads[index] is None:
                 unit = plan.unit_of_param(param.fqn)
                 results.grads[index] = _insert(program, param, unit, last.get(unit, end))
         program.set_results(results)

@@ -166,6 +166,12 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
         "--reshard-root", action="store_true", default=unset, help="free the root after forward"
     )
     fields.add_argument(
+        "--gather-unused",
+        action="store_true",
+        default=unset,
+        help="gather every unit in every program, so that ranks may use different ones",
+    )
+    fields.add_argument(
         "--recompute",
         metavar="WHAT",
         default=unset,
@@ -315,6 +321,7 @@ _POLICY_FIELDS = (
     "merge_below",
     "reshard_after_forward",
     "reshard_root",
+    "gather_unused",
     "recompute",
     "cuda_graph",
     "check_finite",

@@ -125,6 +125,7 @@ _COMPARED = 8
 
 _KEPT = (
     "mixed_precision",
+    "gather_unused",
     "ignored",
     "cuda_graph",
     "check_finite",

@@ -18,6 +18,7 @@ from graphshard.tune.tuning import Tuning
 _FIELDS = (
     "mixed_precision",
     "merge_below",
+    "gather_unused",
     "ignored",
     "cuda_graph",
     "check_finite",

@@ -318,7 +318,7 @@ class Programs:
 
     def _without_unread(self, key: CallKey, index: int) -> CallKey:
         """`key` without the stale parameters that capture `index` of it does not read."""
-        if not any(key.stale):
+        if not any(key.stale) or self.plan.policy.gather_unused:
             return key
         params = self._captures[key.capture][index].program.params
         read = {param.fqn for param in params if param.node.users}

@@ -65,6 +65,7 @@ _CHECKS: dict[str, Check] = {
         f"{' or '.join(map(repr, ON_NON_FINITE))}, or None",
     ),
     "reshard_root": FLAG,
+    "gather_unused": FLAG,
     "cuda_graph": FLAG,
     "sync_module_states": FLAG,
 }
@@ -119,6 +120,12 @@ class Policy:
             beside compute, the first gather and the last reduce of a step go in parts of no fewer
             bytes. 0: neither is done. None: 1 MiB, or 512 KiB over Gloo, but 0 with a
             `memory_budget`.
+        gather_unused: gather every unit in every program, in the order of the plan, and reduce
+            zeros as gradients of parameters that a program does not use, so that ranks may use
+            different units: one has images and another none. Each rank must run the units that it
+            does use in that order. What no rank uses then has gradients of zeros, not None. Units
+            are gathered whole, and the root's parameters together. Not with "overlap" or
+            `cuda_graph`.
         recompute: the activations that backward computes again instead of saving. "units": those
             of every unit but the root, so that only units' inputs are saved. A class, a class name
             or several: those of every call of such a module. "selective": those of the units except
@@ -147,9 +154,9 @@ class Policy:
         schedule: "fsdp" issues gathers where the prefetch fields say and frees where units end.
             "overlap" places gathers, waits, frees and reduces where estimated times make the step
             shortest, within `memory_budget`, or if there is none within the memory that "fsdp"
-            with the default prefetch needs. A program that does not get faster in simulation keeps
-            its "fsdp" order. Times depend on sizes, so ranks with inputs of different sizes, which
-            "fsdp" allows, would issue different collectives and raise `FingerprintError`.
+            with the default prefetch needs. A program that does not get faster by 1 % in simulation
+            keeps its "fsdp" order. Times depend on sizes, so ranks with inputs of different sizes,
+            which "fsdp" allows, would issue different collectives and raise `FingerprintError`.
         hardware: the hardware that "overlap" estimates times for: a preset's name, a hardware file,
             or a `graphshard.Hardware`; the same on every rank. None: where ranks run, the preset
             most like their device on the links between them, which `compile` measures; without
@@ -178,6 +185,7 @@ class Policy:
     forward_prefetch: int | None = None
     reshard_root: bool = False
     merge_below: int | None = None
+    gather_unused: bool = False
     mixed_precision: MixedPrecision | None = None
     offload: Collection[str] | str | None = None
     recompute: Collection[type | str] | type | str | None = None
@@ -244,6 +252,12 @@ class Policy:
             )
 
     def _check_schedule(self) -> None:
+        if self.gather_unused and (self.schedule == "overlap" or self.cuda_graph):
+            raise PolicyError(
+                "with gather_unused ranks may run different programs at once; "
+                'schedule="overlap" would place their collectives differently, and ranks with '
+                "cuda_graph must run one: leave that out"
+            )
         if self.schedule == "overlap":
             prefetch = [
                 f"{name}={getattr(self, name)!r}"

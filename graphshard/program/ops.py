@@ -355,6 +355,17 @@ def set_random_state(state: Tensor, *, device: str) -> Tensor:
     _only_in_graphs("set_random_state")
 
 
+@fx.node.has_side_effect
+def touch(params: Sequence[Tensor]) -> None:
+    """Compute nothing: a read of parameters `(d0, ...)`, which are gathered for it.
+
+    It is no op of the vocabulary, but an operator of the unit that holds `params`, so that passes
+    treat a unit which the step does not use as one that it does.
+    """
+
+
+touch.__module__ = "graphshard.ops"  # as dumped code imports it
+
 _Function = type(wait)
 
 

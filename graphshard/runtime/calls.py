@@ -112,7 +112,9 @@ def first_difference(call: str, other: int, mine: Sequence[str], theirs: Sequenc
     return (
         "the ranks would issue different collectives and hang; they differ first at number "
         f"{index + 1}:{shown}every rank must run the same model with the same policy, take the "
-        "same branches and run backward and no_grad alike (only batch sizes and lengths may differ)"
+        "same branches and run backward and no_grad alike (only batch sizes and lengths may "
+        "differ); where ranks use different units, as where some have images and others none, set "
+        "gather_unused=True in the policy"
     )
 
 

@@ -44,7 +44,8 @@ class AutoPolicy(PolicyRequest):
         units: a policy that chooses the units and sets nothing else, to fix them.
         strategy, reshard_after_forward, reshard_root, backward_prefetch, forward_prefetch,
             recompute, offload, schedule: as in a policy, to fix them; "auto" searches each.
-        merge_below, ignored, cuda_graph, check_finite, sync_module_states, notes: as in a policy.
+        merge_below, gather_unused, ignored, cuda_graph, check_finite, sync_module_states, notes: as
+            in a policy.
         seconds: the time that the search may take; then it ends with the best so far, and says what
             it did not try. Such a search depends on the machine it runs on, so `compile` takes what
             rank 0 found. None: it takes the time it needs.

@@ -78,6 +78,7 @@ class PolicyRequest(PolicySearch):
     offload: Collection[str] | str | None = AUTO
     schedule: str = AUTO
     merge_below: int | None = None
+    gather_unused: bool = False
     ignored: Iterable[nn.Module | Tensor | str] | nn.Module | Tensor | str | None = None
     cuda_graph: bool = False
     check_finite: str | None = None

@@ -261,7 +261,8 @@ class Space:
         if not is_auto(self.auto.schedule):
             return (self.auto.schedule,)
         fixed = (self.auto.backward_prefetch, self.auto.forward_prefetch)
-        return (PLAIN, "overlap") if all(map(is_auto, fixed)) else (PLAIN,)
+        may_overlap = all(map(is_auto, fixed)) and not self.auto.gather_unused
+        return (PLAIN, "overlap") if may_overlap else (PLAIN,)
 
     def is_default(self, group: CandidateGroup) -> bool:
         """Whether the root has its default, or fixed, resharding."""

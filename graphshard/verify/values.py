@@ -28,7 +28,7 @@ def check_values(facts: Facts) -> None:
     values = Values.of(facts.program, captured)
     _check_effects(facts, captured, values)
     program, results = facts.program, facts.program.results()
-    zeros_need_sum = Stage.ACCUMULATED in facts.done
+    zeros_need_sum = Stage.ACCUMULATED in facts.done and not facts.plan.policy.gather_unused
     for kind, ends, names in (
         ("output", results.outputs, [entry.path for entry in program.outputs]),
         ("mutation", results.mutations, [entry.name for entry in program.mutations]),

@@ -68,6 +68,7 @@ CHANGED = {
     "forward_prefetch": 2,
     "merge_below": 65_536,
     "reshard_root": True,
+    "gather_unused": True,
     "reshard_after_forward": False,
     "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16),
     "offload": "activations",

@@ -47,7 +47,7 @@ REDUCED_HALF = MixedPrecision(reduce_dtype=torch.bfloat16)
 OFFLOAD = ("params", "activations")
 
 PASSES = (
-    *(SetBudget(), SplitGathers(again=True, apart=0.0, alone=0), SplitReduces(apart=0.0)),
+    *(SetBudget(), SplitGathers(), SplitReduces()),
     *(MergeGathers(2_500), Overlap()),
 )
 OVERRIDES = {
@@ -102,6 +102,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "apart": {"merge_below": 0},
         "in pairs": {"merge_below": 6_000},
         "in parts": {"merge_below": 200},
+        "other units": {"gather_unused": True},
     },
     "backend": {"": {}, "regions": {"backend": "inductor"}},
     "sizes": {"": {}, "symbols": {"dynamic": {"ids": {0: "batch", 1: "length"}}}},
@@ -112,6 +113,8 @@ REFUSED = (
     *(("shards", name) for name in AXES["sharding"] if name != "replicas"),
     # Whole parameters lie on the device, and forward computes in their own dtype.
     *(("zero1", name) for name in ("params", "both", "half", "kept half")),
+    # Passes that look at what a program uses.
+    *(("other units", name) for name in ("by cost", "moved")),
     ("moved", "checked"),  # passes of one's own come behind those that insert the checks
     *(("budget", name) for name in ("activations", "both")),
     ("budget", "zero1"),  # whose parameters alone take more
@@ -239,15 +242,20 @@ def optimizer(model: nn.Module, precision: MixedPrecision | None) -> torch.optim
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def batches(step: int, kept: bool) -> Iterator[tuple[int, bool]]:
-    """The batches of a step, and whether they skip a block: the second one does, of two."""
-    yield from [(step, False), (step + 2, True)] if kept else [(step, False)]
+def batches(step: int, kept: bool, odd: bool = False) -> Iterator[tuple[int, bool]]:
+    """The batches of a step, and whether they skip a block: the second one does, of two.
+
+    Those of an `odd` rank do where the others do not.
+    """
+    yield from [(step, odd), (step + 2, not odd)] if kept else [(step, odd)]
 
 
-def by_one_process(rank: int, *, kept: bool, dynamic: bool) -> list[Step]:
+def by_one_process(rank: int, *, kept: bool, dynamic: bool, others: bool = False) -> list[Step]:
+    """With `others`, ranks skip other blocks, and what no rank uses has gradients of zeros."""
+
     def on_rank(step: int, other: int, replica: nn.Module) -> Tensor:
         """The loss of the rank's last batch."""
-        for number, skip in batches(step, kept):
+        for number, skip in batches(step, kept, others and other % 2 == 1):
             loss = backward(replica, number, other, dynamic=dynamic, skip=skip)
         return loss
 
@@ -256,6 +264,9 @@ def by_one_process(rank: int, *, kept: bool, dynamic: bool) -> list[Step]:
     found: list[Step] = []
     for step in range(2):
         losses = one.average(partial(on_rank, step))
+        for param in one.model.parameters():
+            if others and param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
         found.append({"loss": losses[rank], **full_grads(one.model)})
         one.step()
     return [*found, {name: p.detach().clone() for name, p in one.model.named_parameters()}]
@@ -268,13 +279,15 @@ def by_ranks(rank: int, **fields: Any) -> list[Step]:
 
 
 def trained(sharded: Any, rank: int, micro: str = "", *, dynamic: bool = False) -> list[Step]:
-    optim = optimizer(sharded, sharded.plan.policy.mixed_precision)
+    policy = sharded.plan.policy
+    optim = optimizer(sharded, policy.mixed_precision)
+    odd = policy.gather_unused and rank % 2 == 1
     found: list[Step] = []
     for step in range(2):
-        *kept, (number, skip) = batches(step, bool(micro))
-        for first, _ in kept:
+        *kept, (number, skip) = batches(step, bool(micro), odd)
+        for first, skip_first in kept:
             with sharded.no_sync(all_reduce_only=micro == "shard"):
-                backward(sharded, first, rank, dynamic=dynamic)
+                backward(sharded, first, rank, dynamic=dynamic, skip=skip_first)
         loss = backward(sharded, number, rank, dynamic=dynamic, skip=skip)
         found.append({"loss": loss, **full_grads(sharded)})
         optim.step()
@@ -322,13 +335,15 @@ _references: dict[Any, list[Step]] = {}
 
 def reference(rank: int, fields: Mapping[str, Any]) -> list[Step]:
     kept, dynamic = bool(fields.get("micro")), fields.get("dynamic")
-    precision = fields.get("mixed_precision")
-    key = (precision, kept, bool(dynamic))
+    precision, others = fields.get("mixed_precision"), fields.get("gather_unused", False)
+    key = (precision, kept, bool(dynamic), others)
     if key not in _references:
         if precision is None:
-            _references[key] = by_one_process(rank, kept=kept, dynamic=dynamic is not None)
+            _references[key] = by_one_process(
+                rank, kept=kept, dynamic=dynamic is not None, others=others
+            )
         else:
-            plain = {"mixed_precision": precision, "dynamic": dynamic}
+            plain = {"mixed_precision": precision, "dynamic": dynamic, "gather_unused": others}
             _references[key] = by_ranks(rank, micro="gradient" if kept else "", **plain)
     return _references[key]
 

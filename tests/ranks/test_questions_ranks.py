@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 
 import parity
@@ -133,6 +134,69 @@ def other_units_on_each_rank(rank):
         sharded(x, mask * rank)
 
 
+class Captioner(nn.Module):
+    """Text with or without an image, which tower and bridge read; both of a kind of block."""
+
+    def __init__(self, *frozen: str):
+        super().__init__()
+        self.tower = nn.Sequential(Block(), Block())
+        self.bridge = nn.Linear(4, 4)
+        self.aux = nn.Linear(4, 4)
+        self.text = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(4, 4)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x, image=None):
+        # Parameters of the root, too, are used by some calls only.
+        x = self.aux(x) if image is None else x + self.bridge(self.tower(image))
+        return self.head(self.text(x)).square().sum()
+
+
+def images_on_one_rank():
+    """In turns one of the two ranks has an image."""
+    batch = {"x": torch.randn(6, 4)}
+    seed = torch.initial_seed()
+    return batch if (seed + seed // 2) % 2 else batch | {"image": torch.randn(6, 4)}
+
+
+def images_on_some_ranks(rank):
+    for frozen in ((), ("tower",), ("tower", "text"), ("tower", "bridge", "aux")):
+        build = functools.partial(Captioner, *frozen)
+        case = Case("captions", build, ("Block",), images_on_one_rank)
+        for fields in ({}, {"merge_below": 0, "reshard_root": True}, {"recompute": "units"}):
+            sharded = train(rank, case, fully_shard=False, gather_unused=True, **fields)
+            assert len(sharded.programs) == 2
+
+
+def units_that_no_rank_uses_get_zeros(rank):
+    sharded = graphshard.compile(Captioner(), graphshard.BlockPolicy({Block}, gather_unused=True))
+    with torch.no_grad():
+        sharded(torch.ones(6, 4), torch.ones(6, 4) if rank else None)
+    sharded(torch.ones(6, 4)).backward()
+    grads = full_grads(sharded)
+    assert grads.keys() == dict(sharded.named_parameters()).keys()
+    unused = [name for name in grads if name.startswith(("tower", "bridge"))]
+    assert not any(grads[name].any() for name in unused)
+    assert all(grads[name].any() for name in ("aux.weight", "text.0.fc.weight"))
+    assert "touch" in str(sharded.programs[-1].graph)
+
+
+def units_out_of_order_are_refused(rank):
+    """What is used runs in the order of the plan, or ranks would not gather alike."""
+
+    def forward(m, x, image):
+        y = m.second(x) if image is None else m.first(m.second(image)) + x
+        return y.sum()
+
+    model = Net(forward, first=Block(), second=Block())
+    policy = graphshard.BlockPolicy({Block}, gather_unused=True, merge_below=0)
+    sharded = graphshard.compile(model, policy)
+    x = torch.randn(6, 4)
+    with pytest.raises(FingerprintError, match="gather_unused"):
+        sharded(x, x if rank else None)
+
+
 ON_TWO = [
     inputs_answer,
     buffers_answer,
@@ -140,6 +204,9 @@ ON_TWO = [
     numbers_of_rounds_differ,
     each_rank_draws_what_it_skips,
     other_units_on_each_rank,
+    images_on_some_ranks,
+    units_that_no_rank_uses_get_zeros,
+    units_out_of_order_are_refused,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)

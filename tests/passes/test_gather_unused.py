@@ -1,0 +1,113 @@
+"""Programs that use different units issue the same collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import chain, combinations
+from typing import Any
+
+import pytest
+import toy_programs as toys
+from toy_programs import BATCH, VOCAB, WIDTH, Toy
+
+from graphshard import PolicyError
+from graphshard.pipeline import passes_for, passes_of, run_passes
+from graphshard.planning.plan import ShardingPlan
+from graphshard.policy.units import Policy
+from graphshard.program import ops
+from graphshard.program.program import Program
+from graphshard.runtime.calls import Fingerprint
+
+UNITS = ("a", "b", "b.inside", "c")
+
+
+def program_of(used: Collection[str], *, grad: bool = True) -> Program:
+    """One that uses some of the units, of which one is inside another."""
+    params = {"embed.weight": (VOCAB, WIDTH)}
+    for unit in UNITS:
+        params |= toys.block_params(unit)
+    toy = Toy(params | {"mix.weight": (WIDTH, WIDTH), "head.weight": (VOCAB, WIDTH)})
+    if grad:
+        toy.tangent(BATCH, VOCAB)
+    x = toy.embedding("embed.weight")
+    if "a" in used:
+        x = toy.block(x, "a")
+    if "c" in used:  # a parameter of the root
+        x = toy.linear(x, "mix.weight")
+    if "b" in used:
+        x = toy.relu(toy.linear(x, "b.up.weight"), "b")
+        if "b.inside" in used:
+            x = toy.linear(toy.relu(x, "b"), "b.down.weight")
+            x = toy.block(x, "b.inside")
+            x = toy.relu(x, "b")
+        else:
+            x = toy.linear(x, "b.down.weight")
+    elif "b.inside" in used:
+        x = toy.block(x, "b.inside")
+    if "c" in used:
+        x = toy.block(x, "c")
+    return toy.finish(toy.linear(x, "head.weight"), grad=grad)
+
+
+def sharded(program: Program, mode: Any = (None, (), ()), **fields: Any) -> ShardingPlan:
+    mesh = (2, 2) if str(fields.get("strategy", "")).startswith("HYBRID") else (4,)
+    policy = Policy(gather_unused=True, **fields)
+    plan = toys.make_toy_plan(program, ["", *UNITS], policy, mesh=mesh)
+    run_passes(program, plan, passes_for(passes_of(plan), mode))
+    return plan
+
+
+SUBSETS = list(chain.from_iterable(combinations(UNITS, n) for n in range(len(UNITS) + 1)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"merge_below": 0},
+        {"merge_below": 300},
+        {"strategy": "SHARD_GRAD_OP"},
+        {"strategy": "SHARD_OPTIMIZER"},
+        {"strategy": "NO_SHARD"},
+        {"strategy": "HYBRID_SHARD", "backward_prefetch": None},
+        {"reshard_root": True, "forward_prefetch": 2, "merge_below": 0},
+        {"reshard_after_forward": 2, "backward_prefetch": "post"},
+        {"offload": "params", "merge_below": 0},
+        {"recompute": "units", "merge_below": 0},
+    ],
+    ids=str,
+)
+def test_the_collectives_do_not_depend_on_what_is_used(fields: dict[str, Any]) -> None:
+    found = set()
+    for used in SUBSETS:
+        program = program_of(used)
+        plan = sharded(program, **fields)
+        found.add(Fingerprint.of(program.graph, plan))
+        grads = program.results().grads
+        assert all(map(ops.is_reduced, grads)), "each rank has a part of each gradient"
+    assert len(found) == 1
+
+
+def test_nor_do_those_of_a_forward_alone() -> None:
+    found = set()
+    for used in SUBSETS:
+        program = program_of(used, grad=False)
+        found.add(Fingerprint.of(program.graph, sharded(program, merge_below=0)))
+    ((only,),) = [found]
+    assert [line.split(" over ")[0] for line in only.lines] == [
+        f"forward all_gather of {unit}" for unit in ("(root)", *UNITS)
+    ]
+
+
+def test_within_no_sync_zeros_are_not_accumulated() -> None:
+    program = program_of(["a"])
+    sharded(program, mode=("gradient", (), ()))
+    kept = [node.kwargs["param"] for node in program.nodes() if node.target is ops.accumulate_grad]
+    assert kept
+    assert all(name.partition(".")[0] in ("a", "embed", "head") for name in kept)
+
+
+@pytest.mark.parametrize("fields", [{"schedule": "overlap"}, {"cuda_graph": True}], ids=str)
+def test_what_needs_one_program_on_all_ranks_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match="gather_unused"):
+        Policy(gather_unused=True, **fields)
