@@ -53,7 +53,8 @@ class DropUnusedTangents(Pass):
     are zero. As in autograd, such undefined gradients are not computed, added or reduced. Where an
     undefined gradient meets a defined one in an op other than a sum, zeros are inserted. A
     parameter whose gradient is zero gets None, and reduces and gathers without a reader are
-    dropped. Forward does not change, and the unused tangents remain as placeholders.
+    dropped; with the policy's `gather_unused` zeros are reduced. Forward does not change, and the
+    unused tangents remain as placeholders.
 
     Args:
         unused: indices into `program.outputs` of the outputs without a gradient.
@@ -77,6 +78,8 @@ class DropUnusedTangents(Pass):
         zeros = _Zeros(program, set(tangents.values()), set(dropped))
         for node in list(program.nodes(BACKWARD)):
             zeros.visit(node)
+        if plan.policy.gather_unused:
+            zeros.reduce_all()
         _drop_results(program, zeros.zero)
         _erase_dead(program, read)
         for wait in list(gather_waits(program)):
@@ -129,6 +132,13 @@ class _Zeros:
             return
         for value in zero:
             node.replace_input_with(value, self._zeros(value, node))
+
+    def reduce_all(self) -> None:
+        """Reduce zeros in place of gradients that are zero, as other ranks may have others."""
+        for reduce in [node for node in self.program.nodes(BACKWARD) if node.target in ops.REDUCES]:
+            for value in reduce.all_input_nodes:
+                if value in self.zero:
+                    reduce.replace_input_with(value, self._zeros(value, reduce))
 
     def _zeros(self, value: fx.Node, before: fx.Node) -> fx.Node:
         """Zeros with the shape, strides, dtype and device of `value`."""

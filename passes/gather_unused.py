@@ -48,8 +48,9 @@ def _backward_order(plan: ShardingPlan) -> list[Unit]:
     """The units in reverse, but each ahead of the units inside it, whose backward it encloses."""
     order: list[Unit] = []
     for unit in plan.units:
-        around = unit_ancestry(unit.fqn, plan)[:-1]
-        order.insert(order.index(plan.unit(around[-1])) + 1 if around else 0, unit)
+        around = [plan.unit(fqn) for fqn in unit_ancestry(unit.fqn, plan)[-2:-1]]
+        inside = [order.index(outer) + 1 for outer in around if outer in order]
+        order.insert(max(inside, default=0), unit)
     return order
 
 

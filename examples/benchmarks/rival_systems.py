@@ -88,6 +88,8 @@ def graphshard_step(
         options["mixed_precision"] = graphshard.MixedPrecision(setting.dtype, setting.reduce_dtype)
     if options.get("schedule") == "overlap":
         options.setdefault("hardware", setting.hardware)
+    if setting.mesh.ndim > 1:
+        options["strategy"] = "HYBRID_SHARD"
     sharded = graphshard.compile(
         model,
         graphshard.BlockPolicy(setting.units, **options),
@@ -124,7 +126,7 @@ def fully_shard_step(
 def _ddp(setting: Setting, model: nn.Module) -> Trained:
     from torch.nn.parallel import DistributedDataParallel
 
-    replicated = DistributedDataParallel(model, process_group=setting.mesh.get_group())
+    replicated = DistributedDataParallel(model)
     context: Any = nullcontext
     if setting.dtype is not None:
         context = partial(torch.autocast, setting.device.type, setting.dtype)

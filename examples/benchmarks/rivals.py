@@ -106,6 +106,7 @@ def pairs_arguments(parser: argparse.ArgumentParser, warmup: int) -> None:
     parser.add_argument("--pairs", type=int, default=30, help="timed rounds")
     parser.add_argument("--warmup", type=int, default=warmup, help="rounds before them")
     parser.add_argument("--threads", type=int, default=1, help="per rank on a CPU")
+    parser.add_argument("--replicas", type=int, default=1, help="over which HYBRID replicates")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
 
 
@@ -186,9 +187,11 @@ class Case:
 
     def _setting(self) -> tuple[Data, Setting]:
         ranks, rank = dist.get_world_size(), dist.get_rank()
+        replicas = self.args.replicas
+        shape = (replicas, ranks // replicas)[replicas == 1 :]
         data = Data(self.model, ranks, self.args.scale, self.device)
         return data, Setting(
-            mesh=init_device_mesh(self.device.type, (ranks,)),
+            mesh=init_device_mesh(self.device.type, shape),
             device=self.device,
             units=self.model.blocks,
             dtype=DTYPES[self.dtype],

@@ -122,6 +122,7 @@ class Eager(Side):
             for name, param in self.module.named_parameters(remove_duplicate=False)
             if ignored and _is_ignored(ignored, name)
         }
+        self._zeros = case.policy.get("gather_unused", False)
         self.optim = optimizer_of(case, self)
         self._waiting: dict[nn.Parameter, Tensor] = {}
         self._synced = True
@@ -155,6 +156,8 @@ class Eager(Side):
     def _reduce(self) -> None:
         for param in self.module.parameters():  # in one order on all ranks
             grad = self._waiting.pop(param, None)
+            if grad is None and self._zeros and param.requires_grad:
+                grad = None if id(param) in self._ignored else torch.zeros_like(param)
             if grad is not None:
                 _add(param, _mean(grad))
 

@@ -11,12 +11,14 @@ import toy_programs as toys
 from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard import PolicyError
+from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.pipeline import passes_for, passes_of, run_passes
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
-from graphshard.program.program import Program
+from graphshard.program.program import BACKWARD, Program
 from graphshard.runtime.calls import Fingerprint
+from graphshard.verify.rules import verify
 
 UNITS = ("a", "b", "b.inside", "c")
 
@@ -97,6 +99,20 @@ def test_nor_do_those_of_a_forward_alone() -> None:
     assert [line.split(" over ")[0] for line in only.lines] == [
         f"forward all_gather of {unit}" for unit in ("(root)", *UNITS)
     ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"merge_below": 0}, {"strategy": "HYBRID_SHARD"}], ids=str)
+def test_an_output_without_a_gradient_changes_no_collective(fields: dict[str, Any]) -> None:
+    program = program_of(["a", "b"])
+    plan = sharded(program, **fields)
+    before = Fingerprint.of(program.graph, plan)
+    drop = DropUnusedTangents(frozenset({0}))
+    drop.apply(program, plan)
+    verify(program, plan, after=drop.name)
+    assert Fingerprint.of(program.graph, plan) == before
+    assert all(map(ops.is_reduced, program.results().grads))
+    products = [node for node in program.nodes(BACKWARD) if node.target is toys.aten.mm.default]
+    assert not products
 
 
 def test_within_no_sync_zeros_are_not_accumulated() -> None:

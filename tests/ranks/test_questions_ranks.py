@@ -246,6 +246,18 @@ def longformer_with_global_attention_at_times(rank):
     train(rank, Case("longformer", _longformer, ("LongformerLayer",), _documents))
 
 
+def _questions():
+    """One of two ranks attends to the first token."""
+    batch = _documents()
+    batch["global_attention_mask"][:, 0] = torch.initial_seed() % 2
+    return batch
+
+
+def longformer_with_global_attention_on_one_rank(rank):
+    case = Case("longformer", _longformer, ("LongformerLayer",), _questions)
+    train(rank, case, fully_shard=False, gather_unused=True)
+
+
 def xlm_of_lengths(rank):
     train(rank, Case("xlm", _xlm, ("MultiHeadAttention", "TransformerFFN"), _lengths))
 
@@ -253,6 +265,7 @@ def xlm_of_lengths(rank):
 SLOW = [
     each_rank_draws_on_its_host,
     longformer_with_global_attention_at_times,
+    longformer_with_global_attention_on_one_rank,
     xlm_of_lengths,
 ]
 test_more_on_two_ranks = pytest.mark.slow(on_ranks(SLOW, 2, timeout=595))
