@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphshard.passes.split_ends import SplitEnds
 from graphshard.program.pass_protocol import PassLike, RehearsingPass, Stage, stages_of
 
 
@@ -11,12 +12,12 @@ class ByCost(RehearsingPass):
     """A pass between `SetBudget` and `Overlap` that decides by simulating the finished program."""
 
     def rehearsed(self, following: Sequence[PassLike]) -> tuple[PassLike, ...]:
-        """The later passes before `Overlap` that establish a stage, as a finished program needs."""
+        """The later passes before `Overlap` that a finished program needs, or hold more bytes."""
         rest: list[PassLike] = []
         for step in following:
             stages = stages_of(step)
             if Stage.SCHEDULED in stages:
                 break
-            if stages:
+            if stages or isinstance(step, SplitEnds):
                 rest.append(step)
         return tuple(rest)

@@ -23,25 +23,16 @@ class GatherUnused(Pass):
 
     So programs that use different units gather all of them, in the order of the plan. A unit that
     the step does not use begins where the next one that it does use begins: in forward the next of
-    the plan, in backward the one before. In backward a unit is read if one of its parameters, or
-    one that the model registers before, is trained: no gradient goes to the others.
+    the plan, in backward the one before.
     """
 
     def apply(self, program: Program, plan: ShardingPlan) -> None:
-        spans = find_spans(program, plan)
-        unused = [
-            unit.fqn for unit in plan.units if unit.params and not spans.of(unit.fqn, FORWARD)
-        ]
-        if unused:
-            note = f"gathered, and not used by this call: {some_of(unused)}"
+        forward = _touch(program, plan, FORWARD, plan.units)
+        if forward:
+            note = f"gathered, and not used by this call: {some_of(forward)}"
             program.notes = (*program.notes, note)
-        _touch(program, plan, FORWARD, plan.units)
         if program.grad:
-            flags = [param.requires_grad for param in program.params]
-            trained = flags.index(True) if any(flags) else len(flags)
-            passed = {name for param in program.params[trained:] for name in param.names}
-            units = [unit for unit in _backward_order(plan) if not passed.isdisjoint(unit.params)]
-            _touch(program, plan, BACKWARD, units)
+            _touch(program, plan, BACKWARD, _backward_order(plan))
 
 
 def _backward_order(plan: ShardingPlan) -> list[Unit]:
@@ -54,20 +45,24 @@ def _backward_order(plan: ShardingPlan) -> list[Unit]:
     return order
 
 
-def _touch(program: Program, plan: ShardingPlan, phase: str, units: Sequence[Unit]) -> None:
-    """Insert the reads of `units`, which are in the order in which `phase` runs them."""
+def _touch(program: Program, plan: ShardingPlan, phase: str, units: Sequence[Unit]) -> list[str]:
+    """Insert the reads of `units`, in the order in which `phase` runs them; returns the unused."""
     spans = find_spans(program, plan)
     entries = entries_by_name(program)
-    place = program.first_backward() if phase == FORWARD else program.output_node
-    inserted: dict[fx.Node, fx.Node] = {}  # by the node at which a unit begins
+    unused: list[str] = []
+    begin = program.first_backward() if phase == FORWARD else program.output_node
+    inserted: dict[fx.Node, fx.Node] = {}  # the first read of those at which units begin
     for unit in reversed(units):
         params = [entries[name].node for name in unit.params if name in entries]
         if not params:
             continue
-        begin = next((span.first for span in spans.of(unit.fqn, phase)), None)
-        before = place if begin is None else inserted.get(begin, begin)
-        with program.graph.inserting_before(before):
-            place = insert_node(
+        used = spans.of(unit.fqn, phase)
+        if used:
+            begin = used[0].first
+        else:
+            unused.append(unit.fqn)
+        with program.graph.inserting_before(inserted.get(begin, begin)):
+            inserted[begin] = insert_node(
                 program,
                 ops.touch,
                 (params,),
@@ -75,5 +70,4 @@ def _touch(program: Program, plan: ShardingPlan, phase: str, units: Sequence[Uni
                 unit=unit.fqn,
                 phase=phase,
             )
-        if begin is not None:
-            inserted[begin] = place
+    return unused[::-1]

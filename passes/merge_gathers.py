@@ -55,7 +55,7 @@ class MergeGathers(ByCost):
     def apply_before(self, program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> None:
         share = self._choose_share(program, plan, rest) if self.share is None else self.share
         if share and plan.world_size > 1:
-            merged = [p for p in (FORWARD, BACKWARD) if _merge_gathers(program, p, share)]
+            merged = [p for p in (FORWARD, BACKWARD) if _merge_gathers(program, plan, p, share)]
             if merged:
                 steps = find_spans(program, plan).steps
                 ahead = {FORWARD: self.forward, BACKWARD: self.backward}
@@ -74,7 +74,7 @@ class MergeGathers(ByCost):
             replace(self, share=usual).apply(trial, plan)
             score = trial_of(trial, plan, rest).score
             if budget.allows(score):
-                fastest, chosen = score.seconds, usual
+                fastest, chosen, collectives = score.seconds, usual, _collective_names(trial)
         fastest *= 1 - GAIN
         for share in [each for each in _shares(plain, plan) if each > chosen]:
             trial = program.copy()
@@ -122,10 +122,17 @@ def _shares(plain: BestOrder, plan: ShardingPlan) -> list[int]:
     )
 
 
-def _merge_gathers(program: Program, phase: str, share: int) -> bool:
+def _merge_gathers(program: Program, plan: ShardingPlan, phase: str, share: int) -> bool:
     """Merge the gathers of `phase`; returns whether there were any to merge."""
+
+    def can_join(group: list[fx.Node], wait: fx.Node) -> bool:
+        """Where a rank may not use what is around a unit, that does not outlive it there."""
+        unit, *others = (Collective.of(ops.collective_of(each)).unit for each in (wait, *group))
+        nested = any(plan.is_nested(unit, other) for other in others)
+        return not (nested and plan.policy.gather_unused) and _one_life(group, wait)
+
     waits = [wait for wait in gather_waits(program) if wait.meta["phase"] == phase]
-    groups = list(_groups(waits, program, share, _one_life))
+    groups = list(_groups(waits, program, share, can_join))
     for first, *others in groups:
         for wait in others:
             join_gathers(program, first, wait)

@@ -124,8 +124,8 @@ class Policy:
             zeros as gradients of parameters that a program does not use, so that ranks may use
             different units: one has images and another none. Each rank must run the units that it
             does use in that order. What no rank uses then has gradients of zeros, not None. Units
-            are gathered whole, and the root's parameters together. Not with "overlap" or
-            `cuda_graph`.
+            are gathered whole, and the root's parameters together. Not with "overlap",
+            `cuda_graph` or `check_finite`.
         recompute: the activations that backward computes again instead of saving. "units": those
             of every unit but the root, so that only units' inputs are saved. A class, a class name
             or several: those of every call of such a module. "selective": those of the units except
@@ -252,11 +252,12 @@ class Policy:
             )
 
     def _check_schedule(self) -> None:
-        if self.gather_unused and (self.schedule == "overlap" or self.cuda_graph):
+        if self.gather_unused and (
+            self.schedule == "overlap" or self.cuda_graph or self.check_finite
+        ):
             raise PolicyError(
-                "with gather_unused ranks may run different programs at once; "
-                'schedule="overlap" would place their collectives differently, and ranks with '
-                "cuda_graph must run one: leave that out"
+                "with gather_unused ranks may run different programs at once, and "
+                'schedule="overlap", cuda_graph and check_finite need one on all: leave that out'
             )
         if self.schedule == "overlap":
             prefetch = [

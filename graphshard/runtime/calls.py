@@ -113,8 +113,8 @@ def first_difference(call: str, other: int, mine: Sequence[str], theirs: Sequenc
         "the ranks would issue different collectives and hang; they differ first at number "
         f"{index + 1}:{shown}every rank must run the same model with the same policy, take the "
         "same branches and run backward and no_grad alike (only batch sizes and lengths may "
-        "differ); where ranks use different units, as where some have images and others none, set "
-        "gather_unused=True in the policy"
+        "differ); gather_unused=True in the policy lets ranks use different units, as where some "
+        "have images and others none, if each runs its units in the order of the plan, and once"
     )
 
 

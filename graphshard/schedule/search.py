@@ -148,9 +148,8 @@ def _ranked(table: JobTable, limits: ByteTable) -> list[tuple[Rule, PlacedOrder]
     return ranked
 
 
-def trial_of(program: Program, plan: ShardingPlan, rest: Sequence[PassLike] = ()) -> BestOrder:
+def trial_of(program: Program, plan: ShardingPlan, rest: Sequence[PassLike]) -> BestOrder:
     """Find the best order of `program` after the passes `rest`, without changing `program`."""
-    if rest:
-        program = program.copy()
+    program = program.copy()
     apply_passes(rest, program, plan)
     return best_order(program, plan, budget_of(program))

@@ -20,7 +20,7 @@ def check_values(facts: Facts) -> None:
     Gradients may be reduced, accumulated, or cast as the plan says. Values are compared by their
     numbers; see `graphshard.verify.numbering`. From `Stage.CAST` on, a gradient may be cast for its
     reduce. From `Stage.ACCUMULATED` on, zeros may replace a missing gradient only where an
-    accumulated one is added to them.
+    accumulated one is added to them, or the policy has `gather_unused`.
     """
     captured = None if facts.reference is None else facts.reference.values
     if captured is None:

@@ -23,7 +23,7 @@ from graphshard.verify.rules import verify
 UNITS = ("a", "b", "b.inside", "c")
 
 
-def program_of(used: Collection[str], *, grad: bool = True) -> Program:
+def program_of(used: Collection[str], *, grad: bool = True, inside_first: bool = False) -> Program:
     """One that uses some of the units, of which one is inside another."""
     params = {"embed.weight": (VOCAB, WIDTH)}
     for unit in UNITS:
@@ -36,16 +36,16 @@ def program_of(used: Collection[str], *, grad: bool = True) -> Program:
         x = toy.block(x, "a")
     if "c" in used:  # a parameter of the root
         x = toy.linear(x, "mix.weight")
-    if "b" in used:
-        x = toy.relu(toy.linear(x, "b.up.weight"), "b")
-        if "b.inside" in used:
-            x = toy.linear(toy.relu(x, "b"), "b.down.weight")
-            x = toy.block(x, "b.inside")
-            x = toy.relu(x, "b")
-        else:
-            x = toy.linear(x, "b.down.weight")
-    elif "b.inside" in used:
+    inside = "b.inside" in used
+    if inside and (inside_first or "b" not in used):
         x = toy.block(x, "b.inside")
+    if "b" in used:
+        x = toy.linear(x, "b.up.weight")
+        if inside and not inside_first:
+            x = toy.linear(toy.relu(x, "b"), "b.down.weight")
+            x = toy.relu(toy.block(x, "b.inside"), "b")
+        else:
+            x = toy.linear(toy.relu(x, "b"), "b.down.weight")
     if "c" in used:
         x = toy.block(x, "c")
     return toy.finish(toy.linear(x, "head.weight"), grad=grad)
@@ -65,9 +65,11 @@ SUBSETS = list(chain.from_iterable(combinations(UNITS, n) for n in range(len(UNI
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
         {"merge_below": 0},
         {"merge_below": 300},
+        {"merge_below": 1 << 20},
+        {"merge_below": 1 << 20, "reshard_root": True},
+        {"strategy": "SHARD_OPTIMIZER", "merge_below": 1 << 20},
         {"strategy": "SHARD_GRAD_OP"},
         {"strategy": "SHARD_OPTIMIZER"},
         {"strategy": "NO_SHARD"},
@@ -79,10 +81,13 @@ SUBSETS = list(chain.from_iterable(combinations(UNITS, n) for n in range(len(UNI
     ],
     ids=str,
 )
-def test_the_collectives_do_not_depend_on_what_is_used(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("inside_first", [False, True])
+def test_the_collectives_do_not_depend_on_what_is_used(
+    fields: dict[str, Any], inside_first: bool
+) -> None:
     found = set()
     for used in SUBSETS:
-        program = program_of(used)
+        program = program_of(used, inside_first=inside_first)
         plan = sharded(program, **fields)
         found.add(Fingerprint.of(program.graph, plan))
         grads = program.results().grads
@@ -101,7 +106,9 @@ def test_nor_do_those_of_a_forward_alone() -> None:
     ]
 
 
-@pytest.mark.parametrize("fields", [{}, {"merge_below": 0}, {"strategy": "HYBRID_SHARD"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"merge_below": 1000}, {"merge_below": 0}, {"strategy": "HYBRID_SHARD"}], ids=str
+)
 def test_an_output_without_a_gradient_changes_no_collective(fields: dict[str, Any]) -> None:
     program = program_of(["a", "b"])
     plan = sharded(program, **fields)
@@ -123,7 +130,11 @@ def test_within_no_sync_zeros_are_not_accumulated() -> None:
     assert all(name.partition(".")[0] in ("a", "embed", "head") for name in kept)
 
 
-@pytest.mark.parametrize("fields", [{"schedule": "overlap"}, {"cuda_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"schedule": "overlap"}, {"cuda_graph": True}, {"check_finite": "warn"}],
+    ids=str,
+)
 def test_what_needs_one_program_on_all_ranks_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(PolicyError, match="gather_unused"):
         Policy(gather_unused=True, **fields)

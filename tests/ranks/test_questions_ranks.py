@@ -137,11 +137,11 @@ def other_units_on_each_rank(rank):
 class Captioner(nn.Module):
     """Text with or without an image, which tower and bridge read; both of a kind of block."""
 
-    def __init__(self, *frozen: str):
+    def __init__(self, *frozen: str, aux: bool = True):
         super().__init__()
         self.tower = nn.Sequential(Block(), Block())
         self.bridge = nn.Linear(4, 4)
-        self.aux = nn.Linear(4, 4)
+        self.aux = nn.Linear(4, 4) if aux else nn.Identity()
         self.text = nn.Sequential(Block(), Block())
         self.head = nn.Linear(4, 4)
         for name in frozen:
@@ -161,10 +161,20 @@ def images_on_one_rank():
 
 
 def images_on_some_ranks(rank):
-    for frozen in ((), ("tower",), ("tower", "text"), ("tower", "bridge", "aux")):
-        build = functools.partial(Captioner, *frozen)
+    apart = {"merge_below": 0, "reshard_root": True}
+    builds = [
+        functools.partial(Captioner, *frozen)
+        for frozen in ((), ("tower",), ("tower", "text"), ("tower", "bridge", "aux"))
+    ]
+    # Without an image the root then begins at the same operator as the first block of the text.
+    bare = functools.partial(Captioner, aux=False)
+    of_bare = ({}, {"strategy": "SHARD_OPTIMIZER"}, apart)
+    for build, policies in (
+        *((b, ({}, apart, {"recompute": "units"})) for b in builds),
+        (bare, of_bare),
+    ):
         case = Case("captions", build, ("Block",), images_on_one_rank)
-        for fields in ({}, {"merge_below": 0, "reshard_root": True}, {"recompute": "units"}):
+        for fields in policies:
             sharded = train(rank, case, fully_shard=False, gather_unused=True, **fields)
             assert len(sharded.programs) == 2
 

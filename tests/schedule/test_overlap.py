@@ -17,7 +17,7 @@ from torch import nn
 
 import graphshard
 from examples.gpt import GPT, Block, GPTConfig
-from graphshard import Hardware, Policy
+from graphshard import Hardware, MixedPrecision, Policy
 from graphshard.cost.streams import COMPUTE
 from graphshard.cost.timeline import timeline_of
 from graphshard.errors import PassError, VerifyError
@@ -65,16 +65,25 @@ def test_the_budget_is_what_fsdp_s_order_needs_and_is_shown() -> None:
     assert "timed on h200, holds at most 1,000,000 bytes at once (memory_budget)" in str(given)
 
 
-def test_it_does_not_end_behind_the_default_where_small_units_merge() -> None:
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        (GPTConfig(layers=8, width=512, heads=4), 64),  # small units are merged
+        (GPTConfig(vocab=2000, layers=2, width=4096, heads=8), 8),  # parts hold the most bytes
+    ],
+    ids=["small", "large"],
+)
+def test_it_does_not_end_behind_the_default(config: GPTConfig, ranks: int) -> None:
     with torch.device("meta"):
-        model = GPT(GPTConfig(layers=8, width=512, heads=4))
+        model = GPT(config)
     batch = torch.zeros(2, 4, 128, dtype=torch.int64)
+    mixed = MixedPrecision(torch.bfloat16, torch.float32)
     by_default, by_cost = (
         graphshard.simulate(
             graphshard.plan(
                 model,
-                graphshard.BlockPolicy({Block}, **fields),
-                world_size=64,
+                graphshard.BlockPolicy({Block}, mixed_precision=mixed, **fields),
+                world_size=ranks,
                 example_inputs=tuple(batch),
             ),
             hardware="h100-sxm",
