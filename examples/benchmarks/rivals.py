@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 8 examples/benchmarks/rivals.py --device cuda --scale 16
     python examples/benchmarks/rivals.py --fake 8       # memory of one rank of 8, in one process
 
+`--replicas 2` shards over halves of the ranks: our HYBRID_SHARD, FSDP2's HSDP.
+
 For each model and dtype all systems stand in one process group, with equal weights. Steps come in
 rounds: one of each system, on the same batch, in an order that turns and reverses from round to
 round, so that what disturbs the machine falls on all. A step's time is the slowest rank's, and a
@@ -25,9 +27,7 @@ Columns:
 
 Memory is counted in steps of their own, which are not timed. Before anything is timed every system
 has trained a toy of a single linear layer in the same process: so none pays, in its first step, for
-what a process needs once (imports, torch's tables of decompositions and patterns, checks of the C++
-compiler and its headers), whichever comes first. Compilers begin with an empty cache on disk each
-time.
+what a process needs once, such as imports. Compilers begin with an empty cache on disk each time.
 """
 
 from __future__ import annotations
@@ -189,9 +189,10 @@ class Case:
         ranks, rank = dist.get_world_size(), dist.get_rank()
         replicas = self.args.replicas
         shape = (replicas, ranks // replicas)[replicas == 1 :]
+        names = ("replicate", "shard")[replicas == 1 :]
         data = Data(self.model, ranks, self.args.scale, self.device)
         return data, Setting(
-            mesh=init_device_mesh(self.device.type, shape),
+            mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names),
             device=self.device,
             units=self.model.blocks,
             dtype=DTYPES[self.dtype],

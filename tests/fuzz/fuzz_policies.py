@@ -83,7 +83,7 @@ def draw_policy(rng: Random, blocks: tuple[str, ...], *, mixed: bool) -> dict[st
         if rng.random() < share:
             fields[name] = value
     # `fully_shard`, the reference in mixed precision, gives None where this gives zeros.
-    one_program = mixed or "schedule" in fields or "cuda_graph" in fields
+    one_program = mixed or not fields.keys().isdisjoint({"schedule", "cuda_graph", "check_finite"})
     if rng.random() < 0.1 and not one_program:
         fields["gather_unused"] = True
     return fields
