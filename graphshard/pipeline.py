@@ -65,8 +65,8 @@ def with_capture_warnings(plan: ShardingPlan, program: Program) -> ShardingPlan:
     """
     unused, no_gradient = [], []
     for param, grad in zip(program.params, program.results().grads, strict=True):
-        if not param.node.users and not plan.policy.gather_unused:
-            unused.append(param.fqn)
+        if not param.node.users:
+            unused += [] if plan.policy.gather_unused else [param.fqn]
         elif program.grad and param.requires_grad and grad is None:
             no_gradient.append(param.fqn)
     warnings = []

@@ -154,6 +154,7 @@ def test_every_policy_field_reaches_the_plan(capsys: pytest.CaptureFixture[str])
     assert policy == expected.to_dict()
     assert plan_json(capsys, *common)["policy"] == graphshard.BlockPolicy(["Layer"]).to_dict()
     assert plan_json(capsys, *common, "--reshard-root")["policy"]["reshard_root"] is True
+    assert plan_json(capsys, *common, "--gather-unused")["policy"]["gather_unused"] is True
     by_cost = plan_json(capsys, *common, "--schedule", "overlap", "--hardware", "h200")["policy"]
     assert (by_cost["schedule"], by_cost["hardware"]) == ("overlap", "h200")
     for text, value in (("true", True), ("false", False), ("2", 2)):

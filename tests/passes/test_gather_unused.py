@@ -12,7 +12,7 @@ from toy_programs import BATCH, VOCAB, WIDTH, Toy
 
 from graphshard import PolicyError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
-from graphshard.pipeline import passes_for, passes_of, run_passes
+from graphshard.pipeline import passes_for, passes_of, run_passes, with_capture_warnings
 from graphshard.planning.plan import ShardingPlan
 from graphshard.policy.units import Policy
 from graphshard.program import ops
@@ -120,6 +120,15 @@ def test_an_output_without_a_gradient_changes_no_collective(fields: dict[str, An
     assert all(map(ops.is_reduced, program.results().grads))
     products = [node for node in program.nodes(BACKWARD) if node.target is toys.aten.mm.default]
     assert not products
+
+
+@pytest.mark.parametrize("gather_unused", [False, True])
+def test_what_a_call_does_not_use_is_no_reason_to_warn(gather_unused: bool) -> None:
+    program = program_of(["a"])
+    policy = Policy(gather_unused=gather_unused)
+    plan = toys.make_toy_plan(program, ["", *UNITS], policy)
+    warned = with_capture_warnings(plan, program).warnings != plan.warnings
+    assert warned is not gather_unused
 
 
 def test_within_no_sync_zeros_are_not_accumulated() -> None:

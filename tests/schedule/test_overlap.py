@@ -156,7 +156,10 @@ def wide_and_lean(program: Program, plan: Any, patch: pytest.MonkeyPatch) -> lis
     assert program.budget is not None
     patch.setattr(search, "GAIN", 0.0)
     lean = best_order(program, plan, program.budget)
-    as_found = lambda order, _, table, scorer, *rest: (order, scorer.score(order))  # noqa: E731
+
+    def as_found(order: Any, _: float, table: Any, scorer: OrderScorer, *rest: Any) -> Any:
+        return order, scorer.score(order)
+
     with patch.context() as inner:
         inner.setattr(search, "order_holding_less", as_found)
         return [best_order(program, plan, program.budget), lean]

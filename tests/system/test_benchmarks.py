@@ -34,6 +34,11 @@ SMOKE = [
         " --systems alone messages",
         r"^ranks alone +.*\nmessages +.*\n",
     ),
+    (
+        f"{TORCHRUN} {FOLDER}/rivals.py --models tiny --pairs 2 --warmup 1 --dtypes fp32 --eager"
+        " --replicas 2 --systems graphshard FSDP2",
+        r"^step [\d.]+, .*: graphshard, of FSDP2's",
+    ),
     (f"{FOLDER}/rivals.py --fake 8 --models tiny", r"transient [\d.]+: graphshard, of FSDP2's"),
     (
         f"{FOLDER}/schedules.py --models gpt2 --worlds 8 --hardware h100-sxm",

@@ -398,3 +398,9 @@ def test_what_is_said_of_a_policy_is_what_simulate_says(layers, budget, draws):
         assert entry.bytes == alone.reserved_bytes, entry.policy
         assert entry.seconds == alone.step_seconds, entry.policy
     assert tuning.policy == tuning.frontier[0].policy
+
+
+def test_where_ranks_run_different_programs_none_is_ordered_by_cost():
+    for unused, schedules in ((False, ("fsdp", "overlap")), (True, ("fsdp",))):
+        auto = AutoPolicy(hardware="h100-sxm", gather_unused=unused)
+        assert simulator_of(*gpt(layers=1), auto).space.schedules == schedules
