@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -36,7 +35,7 @@ from examples.benchmarks.rival_systems import (
     SYSTEMS,
     Setting,
 )
-from examples.benchmarks.rivals import Case, Result, mib, ratios
+from examples.benchmarks.rivals import Case, Result, mib, parse_args, ratios
 from examples.benchmarks.stand_in import nothing_moves
 from examples.gpt import GPT, GPTConfig
 
@@ -68,7 +67,7 @@ def _in_turn(rank: int, place: Place) -> list[Result]:
     model, scale, pairs = benchmark_models.RIVALS[0], 16, 20
     if place.small:
         model, scale, pairs = benchmark_models.TINY, 1, 2
-    args = Namespace(scale=scale, warmup=2, pairs=pairs, host=False, hardware=None)
+    args = parse_args(f"--scale {scale} --warmup 2 --pairs {pairs}".split())
     case = Case(model, "fp32", args, device, str(place.folder))
     return case.run([system for system in SYSTEMS if system.name in BESIDE])
 

@@ -86,7 +86,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 WATCHED = 4  # steps of which memory is counted; the first does not count
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     names = [model.name for model in RIVALS]
     parser.add_argument("--models", nargs="+", choices=[*names, TINY.name], default=names)
@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--fake", type=int, metavar="RANKS", help="memory of one rank of so many")
     pairs_arguments(parser, warmup=2)
     parser.set_defaults(host=False)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def pairs_arguments(parser: argparse.ArgumentParser, warmup: int) -> None:
