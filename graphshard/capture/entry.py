@@ -83,19 +83,17 @@ def capture(
 
 
 def _capture_with_draws(example: Example, draws: tuple[Draw, ...]) -> Capture:
-    """Trace a step that draws numbers on the host: as inputs if it can, else baked in."""
+    """Trace a step that draws numbers on the host, which are inputs."""
     try:
         return _capture_sizes_by_values([], replace(example, draws=Expected(draws)))
     except (CaptureError, DrawsError) as error:
-        refusal = CaptureError(f"numbers drawn from random or numpy.random are no inputs: {error}")
+        drawn = ", ".join(map(str, dict.fromkeys(draws)))
+        refusal = CaptureError(
+            f"the forward draws random numbers by {drawn}, which are no inputs of a program since "
+            f"it decides by them or turns them into constants: {error}"
+        )
         _forget(error)
-    try:
-        return _capture_with_draws_of_torch(example, refusal)
-    except CaptureError as error:
-        _forget(error)
-    captured = _capture_in_turn(replace(example, draws=Expected(baked_in=True)))
-    captured.program.notes += (str(refusal),)
-    return captured
+    return _capture_with_draws_of_torch(example, refusal)
 
 
 def _capture_in_turn(example: Example) -> Capture:

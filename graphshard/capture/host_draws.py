@@ -2,7 +2,8 @@
 
 A graph holds no such draw. A program takes the numbers as inputs, behind those of the call, and
 each call draws them first: by the functions and arguments that eager calls, in eager's order, so
-that the generators are left as eager leaves them.
+that the generators are left as eager leaves them. What is drawn otherwise would be the same in each
+call, and is refused, but for numbers from a generator that the forward seeds itself.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from graphshard.capture.code_walk import in_library
 from graphshard.errors import GraphshardError
@@ -31,15 +32,18 @@ from graphshard.torch_private.patches import patched
 _FUNCTIONS: Mapping[str, Sequence[str]] = {
     "random": (
         *("random", "uniform", "randint", "randrange", "choice", "triangular", "gauss"),
-        *("normalvariate", "betavariate", "expovariate"),
+        *("normalvariate", "betavariate", "expovariate", "sample", "choices", "shuffle"),
     ),
     "numpy.random": (
         *("rand", "random", "random_sample", "uniform", "randint", "choice", "randn", "normal"),
-        *("standard_normal", "beta", "binomial", "exponential"),
+        *("standard_normal", "beta", "binomial", "exponential", "permutation"),
     ),
 }
-"""Functions of each module that give one number, if they are not asked for more."""
+"""Functions of each module whose results may be inputs: numbers, arrays and lists of numbers."""
 
+_SEED, _FRESH = "seed", "default_rng"
+_BY_PLACE = {"choice", "sample", "choices", "shuffle"}
+"""Functions of `random` that draw from a sequence, of which they only need the length."""
 
 _OF_TORCH = {getattr(torch, name): name for name in ("rand", "randn", "randint", "randperm")}
 """Functions of torch that may be drawn before a call, where a question is about what they give."""
@@ -68,14 +72,34 @@ class Draw:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def make(self) -> Tensor:
-        """Draw; a number as a tensor of one element on the CPU, of float64 or int64."""
+    def result(self) -> Any:
+        """Draw: a number, a list, an array or a tensor."""
         function = getattr(sys.modules[self.module], self.name)
-        result = function(*self.args, **dict(self.kwargs))
+        if self.name == "shuffle":
+            (numbers,) = map(list, self.args)
+            function(numbers)
+            return numbers
+        return function(*self.args, **dict(self.kwargs))
+
+    def make(self) -> Tensor:
+        """Draw; what is drawn on the host as a tensor on the CPU, a number as one of no dims."""
+        result = self.result()
         if isinstance(result, Tensor):
             return result
-        dtype = torch.int64 if isinstance(result, Integral) else torch.float64
+        dtype = torch.float64 if isinstance(result, float) else None
         return torch.tensor(result, dtype=dtype, device="cpu")
+
+    def result_of(self, tensor: Tensor) -> Any:
+        """What the function gives in a trace where `tensor` is what it drew."""
+        if self.module == "torch":
+            return tensor.clone()
+        if self.gives_array(tensor):
+            return torch_trace.array_of(tensor.clone())
+        return [each.item() for each in tensor.unbind()] if tensor.dim() else tensor.item()
+
+    def gives_array(self, tensor: Tensor) -> bool:
+        """Whether `tensor` stands for an array of numpy."""
+        return self.module == "numpy.random" and tensor.dim() > 0
 
     def __str__(self) -> str:
         given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs)]
@@ -88,19 +112,20 @@ class Expected:
 
     known: these, in their order.
     of_torch: whether they may be torch's.
-    baked_in: a trace keeps the numbers that it saw; there are none known.
     """
 
     known: tuple[Draw, ...] = ()
     of_torch: bool = False
-    baked_in: bool = False
 
 
 class HostDraws(TorchFunctionMode):
     """The draws `made` in one run of a forward, in which `tensors` are given for those expected.
 
+    `others` names what else it drew from, and `seeded` the modules whose generators it seeded.
+
     Raises:
-        DrawsError: on leaving, if there were others, also if the run ended by a question.
+        DrawsError: on leaving, if there were others than expected, also if the run ended by a
+            question.
     """
 
     def __init__(self, expected: Expected, tensors: Sequence[Tensor] = ()) -> None:
@@ -108,6 +133,9 @@ class HostDraws(TorchFunctionMode):
         self._expected = expected
         self._tensors = tensors
         self.made: list[Draw] = []
+        self.others: list[str] = []
+        self.seeded: set[str] = set()
+        self._states: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def watching(self, modules: Iterable[str]) -> Iterator[None]:
@@ -115,14 +143,15 @@ class HostDraws(TorchFunctionMode):
 
         modules: those of the model's code.
         """
-        if self._expected.baked_in:
-            yield
-            return
+        self._states = _states()
         with contextlib.ExitStack() as stack:
             for owner, name, draw, module, function in _places(modules):
-                give = partial(self._give, module, function, draw)
-                stack.enter_context(patched(owner, name, give))
-            if self._expected.of_torch:
+                act = {_SEED: self._seed, _FRESH: self._begin}.get(function, self._give)
+                stack.enter_context(patched(owner, name, partial(act, module, function, draw)))
+            arrays = any(map(Draw.gives_array, self._expected.known, self._tensors))
+            if arrays:
+                stack.enter_context(patched(torch, "from_numpy", _from_numpy))
+            if arrays or self._expected.of_torch:
                 stack.enter_context(self)
             try:
                 yield
@@ -132,36 +161,67 @@ class HostDraws(TorchFunctionMode):
                 raise
         if len(self.made) != len(self._tensors):
             raise DrawsError(self.made)
+        self.others += [each for each in _changed(self._states) if each not in self.seeded]
+
+    def _seed(self, module: str, _: str, seed: Callable[..., None], *args: Any, **kw: Any) -> None:
+        """Seed; what follows is the same in each call, unless something was drawn before."""
+        given = any(each is not None for each in (*args, *kw.values()))
+        if given and not self.made and module not in _changed(self._states):
+            self.seeded.add(module)
+        seed(*args, **kw)
+
+    def _begin(
+        self, module: str, name: str, begin: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a generator, whose numbers are the same in each call if it has a seed."""
+        if all(each is None for each in (*args, *kwargs.values())):
+            self.others.append(f"{module}.{name}() without a seed")
+        return begin(*args, **kwargs)
 
     def _give(
         self, module: str, name: str, draw: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if in_library(sys._getframe(1).f_globals.get("__name__")):
+        """Give what is expected, or draw and note it if it may be an input."""
+        if in_library(sys._getframe(1).f_globals.get("__name__")) or module in self.seeded:
             return draw(*args, **kwargs)
-        if (module, name) == ("random", "choice") and len(args) == 1 and len(args[0]):
-            return args[0][self._given(Draw(module, name, (range(len(args[0])),)), draw)]
-        if not all(isinstance(each, Real) for each in (*args, *kwargs.values())):
-            return draw(*args, **kwargs)  # several numbers, or by a number that is not known
-        return self._given(Draw(module, name, args, tuple(kwargs.items())), draw)
+        if "population" in kwargs:
+            args = (kwargs.pop("population"), *args)
+        items: Any = None
+        places = args
+        if module == "random" and name in _BY_PLACE and hasattr(args[0], "__getitem__"):
+            items, places = args[0], (range(len(args[0])), *args[1:])
+        made = Draw(module, name, _hashable(places), _hashable((*kwargs.items(),)))
+        if not _is_plain((made.args, *dict(made.kwargs).values())):
+            return draw(*args, **kwargs)  # by a number that is not known
+        found = self._given(made)
+        if items is None:
+            return found
+        if name == "choice":
+            return items[found]
+        chosen = [items[place] for place in found]
+        if name != "shuffle":
+            return chosen
+        items[:] = chosen
+        return None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call `func`, or give the tensor expected in place of a small one that it draws."""
         kwargs = kwargs or {}
-        if func in _OF_TORCH and not any(map(_is_traced, tree_leaves((args, kwargs)))):
-            return self._given(Draw("torch", _OF_TORCH[func], args, tuple(kwargs.items())), func)
+        draws = self._expected.of_torch and func in _OF_TORCH
+        if draws and not any(map(_is_traced, tree_leaves((args, kwargs)))):
+            return self._given(Draw("torch", _OF_TORCH[func], args, tuple(kwargs.items())))
+        args, kwargs = tree_map(torch_trace.without_array, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _given(self, made: Draw, draw: Callable[..., Any]) -> Any:
+    def _given(self, made: Draw) -> Any:
         at = len(self.made)
         if at < len(self._tensors) and self._expected.known[at] == made:
             self.made.append(made)
-            tensor = self._tensors[at]
-            return tensor.clone() if made.module == "torch" else tensor.item()
-        result = draw(*made.args, **dict(made.kwargs))
-        is_tensor = isinstance(result, Tensor)
-        if result.numel() <= _FEW if is_tensor else isinstance(result, Real):
+            return made.result_of(self._tensors[at])
+        result = made.result()
+        if result.numel() <= _FEW if isinstance(result, Tensor) else _are_numbers(result):
             self.made.append(made)
             if at < len(self._tensors):
                 raise DrawsError(self.made)
@@ -177,12 +237,34 @@ def _places(modules: Iterable[str]) -> Iterator[tuple[Any, str, Callable[..., An
         id(getattr(module, function)): (name, function)
         for name, names in _FUNCTIONS.items()
         if (module := sys.modules.get(name)) is not None
-        for function in names
+        for function in (*names, _SEED, _FRESH)
+        if hasattr(module, function)
     }
     for owner in filter(None, map(sys.modules.get, {*_FUNCTIONS, *modules})):
         for name, value in [*vars(owner).items()]:
             if found := functions.get(id(value)):
                 yield owner, name, value, *found
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, Real | range)
+
+
+def _are_numbers(result: Any) -> bool:
+    if dtype := getattr(result, "dtype", None):
+        return dtype.kind in "bif"
+    return isinstance(result, Real | list)
+
+
+def _from_numpy(array: Any) -> Tensor:
+    tensor = torch_trace.without_array(array)
+    return tensor if isinstance(tensor, Tensor) else torch.as_tensor(array)
 
 
 def _is_traced(value: Any) -> bool:
@@ -192,22 +274,29 @@ def _is_traced(value: Any) -> bool:
 # -- the states of the generators -----------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def restore_random_state() -> Iterator[list[str]]:
-    """Restore the random states of Python and numpy; the list then names those that were used."""
+def _states() -> dict[str, Any]:
+    """The states of the generators of `random` and `numpy.random`, by module."""
     numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy else None
-    used: list[str] = []
+    states: dict[str, Any] = {"random": random.getstate()}
+    return states | ({"numpy.random": numpy.random.get_state()} if numpy else {})
+
+
+def _changed(before: Mapping[str, Any]) -> list[str]:
+    """The modules whose states are no longer those of `before`."""
+    now = _states()
+    return [name for name in before if pickle.dumps(before[name]) != pickle.dumps(now[name])]
+
+
+@contextlib.contextmanager
+def restore_random_state() -> Iterator[None]:
+    """Restore the random states of Python and numpy."""
+    before = _states()
     try:
-        yield used
+        yield
     finally:
-        if random.getstate() != python_state:
-            used.append("random")
-            random.setstate(python_state)
-        if numpy and pickle.dumps(numpy.random.get_state()) != pickle.dumps(numpy_state):
-            used.append("numpy.random")
-            numpy.random.set_state(numpy_state)
+        random.setstate(before["random"])
+        if "numpy.random" in before:
+            sys.modules["numpy"].random.set_state(before["numpy.random"])
 
 
 def draw_ahead(draws: Sequence[Draw]) -> list[Tensor]:

@@ -201,7 +201,7 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
     traced.around_run = progress.run
     with (
         explain_errors(model, None if sizes is None else sizes.environment),
-        restore_random_state() as generators,
+        restore_random_state(),
         cast_at_units(model, precisions),
         _sizes_by_values(sizes, questions, values, mode.recipes),
         repetition.tracing(model, precisions, mode, way.functional),
@@ -240,9 +240,7 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
     notes += both_ways.notes
     known = example.draws.known
     notes += [f"draws {each} before each call" for each in dict.fromkeys(known)]
-    notes += tell_what_is_baked_in(
-        traced, [*generators, *traced.reads.draws], example.entry, program
-    )
+    notes += tell_what_is_baked_in(traced, example.entry, program)
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
@@ -377,20 +375,19 @@ def _check_gradients(program: Program, traced: TracedModel) -> None:
 # -- what a program keeps as its trace saw it ----------------------------------------------------
 
 
-def tell_what_is_baked_in(
-    traced: TracedModel, drawn_from: Sequence[str], entry: EntryPoint, program: Program
-) -> list[str]:
+def tell_what_is_baked_in(traced: TracedModel, entry: EntryPoint, program: Program) -> list[str]:
     """Warn of each kind once; returns notes for the program."""
     side_effects = traced.reads.clocks, traced.state_changes, traced.left, traced.hooked
-    traced.repetition.require_none((drawn_from, *side_effects))
+    traced.repetition.require_none((traced.reads.draws, traced.seeded, *side_effects))
     notes = []
-    if drawn_from:
-        drawn = " and ".join(drawn_from)
-        notes.append(f"random numbers drawn from {drawn} in forward are baked in")
-        warn_user(
-            f"the forward draws random numbers from {drawn}; a captured program keeps those it "
-            "saw. Draw them with torch, or pass them as arguments"
+    if traced.reads.draws:
+        raise CaptureError(
+            f"the forward draws random numbers from {' and '.join(traced.reads.draws)} in a way "
+            "that no call can repeat; draw them with torch, by a function of `random` or "
+            "`numpy.random` that gives a number, an array or a list, or outside of the model"
         )
+    for module in traced.seeded:
+        notes.append(f"forward seeds {module}; what it draws from there is the same in each call")
     if traced.reads.clocks:
         clocks = " and ".join(f"{name}() (at {line})" for name, line in traced.reads.clocks.items())
         notes.append(f"the time that forward reads is baked in: {clocks}")

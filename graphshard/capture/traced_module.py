@@ -55,7 +55,7 @@ which code of the model may still reach."""
 
 
 _NO_REPETITION = Repetition(wanted=False)
-_NO_DRAWS = Expected(baked_in=True)
+_NO_DRAWS = Expected()
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ class TracedModel(nn.Module):
         self.state_changes: tuple[str, ...] = ()
         self.hooked = False  # whether a parameter got a hook
         self.made_to_require_grad: frozenset[str] = frozenset()  # paths of inputs
+        self.seeded: tuple[str, ...] = ()  # modules whose random numbers it seeds itself
         self.reads = Reads(model, ())
         walk = CodeWalk.of(model, entry.method)
         self.compares_identity = walk.compares_identity
@@ -236,6 +237,8 @@ class TracedModel(nn.Module):
                 output = self._entry.call(model, args, kwargs)
                 # A list or dict of the model's own may be among it, and is about to be undone.
                 results, self.result = take_apart(output, name="out")
+            reads.draws += host_draws.others
+            self.seeded = tuple(sorted(host_draws.seeded))
             past.require()
             self._refuse_changed_params(params, cast_params)
             left: list[tuple[LeftAt, Any]] = []

@@ -258,3 +258,17 @@ def keep_matrix_checks() -> Iterator[None]:
         patched(unread, _CHECK, _CHECK, where="torch.fx.node._side_effectful_functions"),
     ):
         yield
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """An array whose methods and operators are those of numpy, computed by torch on `tensor`."""
+    return _array_type()(tensor)
+
+
+def without_array(value: Any) -> Any:
+    """The tensor of `array_of`; any other value as it is."""
+    return value.tensor if isinstance(value, _array_type()) else value
+
+
+def _array_type() -> Any:
+    return private("torch._numpy", "ndarray")

@@ -112,9 +112,30 @@ def draws_noise_before(m, x):
     return m.fc(x + 0 * noise) if torch.rand(()) < 0.5 else m.layers[1](x + noise).tanh()
 
 
-def draws_arrays_between(m, x):
-    size = numpy.random.rand(1).shape[0]  # baked in, as is its draw
-    return m.fc(x) * numpy.random.rand() * size
+def scales_by_arrays(m, x):
+    noise = torch.from_numpy(numpy.random.normal(0, 0.1, size=[1, 4])).float().to(x)
+    kept = torch.tensor(numpy.random.rand(4) > 0.3, device=x.device)
+    order = torch.as_tensor(numpy.random.permutation(4)[:3], device=x.device)
+    return m.fc((x + noise) * kept)[:, order] * numpy.random.rand()
+
+
+def indexes_by_arrays(m, x):
+    x[:, numpy.random.choice(4, 2, replace=False)] = 0.0
+    return m.fc(x[:, numpy.random.permutation(4)])
+
+
+def samples_layers(m, x):
+    for layer in random.sample([*m.layers], 2):
+        x = layer(x).tanh()
+    return m.fc(x)
+
+
+def shuffles_layers(m, x):
+    order = [0, 1, 2]
+    random.shuffle(order)
+    for place in order + random.choices(population=[0, 1], weights=[1, 2], k=1):
+        x = m.layers[place](x).tanh()
+    return m.fc(x)
 
 
 def same_as_eager(model, sharded, x=X, seeds=8):
@@ -152,6 +173,10 @@ def same_as_eager(model, sharded, x=X, seeds=8):
         (draws_noise_after, 2),
         (skips_by_torch_and_on_the_host, 1),
         (chooses_by_torch_and_scales_on_the_host, 2),
+        (scales_by_arrays, 1),
+        (indexes_by_arrays, 1),
+        (samples_layers, None),
+        pytest.param(shuffles_layers, None, marks=pytest.mark.slow),
         (chooses, None),
     ],
 )
@@ -169,7 +194,12 @@ def test_calls_draw_as_in_eager(forward, programs):
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "forward",
-    [skips(lambda: random.random()), skips(lambda: torch.rand(1, device="cuda").item()), scales],
+    [
+        skips(lambda: random.random()),
+        skips(lambda: torch.rand(1, device="cuda").item()),
+        scales,
+        scales_by_arrays,
+    ],
 )
 def test_calls_on_cuda_draw_as_in_eager(forward):
     """Numbers of the host stay there, those of the device come from its generator."""
@@ -179,14 +209,10 @@ def test_calls_on_cuda_draw_as_in_eager(forward):
     assert len(sharded.programs) == 1
 
 
-def test_draws_of_several_numbers_are_no_inputs():
-    """They stay in the program, or are baked in, wherever they stand between others."""
-    for forward, inputs in ((draws_noise_before, 2), (draws_arrays_between, 2)):
-        model = Net(forward, fc=linear(), layers=layers())
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the forward draws random numbers from numpy")
-            program = capture(model, (X.repeat(5, 1),)).program
-        assert len(program.inputs) == inputs
+def test_larger_draws_of_torch_are_operators():
+    model = Net(draws_noise_before, fc=linear(), layers=layers())
+    program = capture(model, (X.repeat(5, 1),)).program
+    assert [entry.path for entry in program.inputs] == ["args[0]", "draws[0]"]
 
 
 def test_a_dump_shows_what_is_drawn():
@@ -209,21 +235,53 @@ def test_sizes_may_be_symbols():
     assert len(sharded.programs) == 1
 
 
+def fills_an_array(m, x):
+    mask = numpy.zeros(4)
+    mask[numpy.random.choice(4, 2)] = 1.0
+    return m.fc(x) * torch.tensor(mask)
+
+
 @pytest.mark.parametrize(
-    "forward",
+    ("forward", "named"),
     [
-        lambda m, x: m.fc(x) * float(numpy.random.rand()),
-        lambda m, x: m.fc(x) * torch.from_numpy(numpy.random.rand(4)).float(),
-        lambda m, x: m.fc(x) * random.sample([1.0, 2.0, 3.0], 1)[0],
+        (lambda m, x: m.fc(x) * float(numpy.random.rand()), r"by numpy\.random\.rand\(\), which"),
+        (fills_an_array, r"by numpy\.random\.choice\(4, 2\), which"),
+        (lambda m, x: m.fc(x) * numpy.random.dirichlet([1, 1])[0], r"from numpy\.random in a way"),
+        (lambda m, x: m.fc(x) * m.own.random(), r"from own \(a Random\) in a way"),
+        (lambda m, x: m.fc(x) * m.of_numpy.random(), r"from of_numpy \(a Generator\) in a way"),
+        (
+            lambda m, x: m.fc(x) * numpy.random.default_rng().random(),
+            r"from numpy\.random\.default_rng\(\) w",
+        ),
+        (
+            lambda m, x: m.fc(x) * random.random() * m.own.random(),
+            r"from own \(a Random\) in a way",
+        ),
     ],
 )
-def test_other_draws_are_baked_in_with_a_warning(forward):
+def test_what_no_call_could_draw_again_is_refused(forward, named):
+    """A program would train with the numbers that its capture saw."""
     model = Net(forward, fc=linear())
-    with pytest.warns(UserWarning, match="draws random numbers from"):
-        sharded = graphshard.compile(model, POLICY, example_inputs=(X,))
-    random.seed(0)
-    numpy.random.seed(0)
-    assert torch.equal(sharded(X), sharded(X))
+    model.own, model.of_numpy = random.Random(0), numpy.random.default_rng(0)
+    with pytest.raises(CaptureError, match=f"draws random numbers {named}"):
+        graphshard.compile(model, POLICY, example_inputs=(X,))
+
+
+def test_numbers_of_a_seed_that_forward_sets_are_the_same_in_each_call():
+    def forward(m, x):
+        numpy.random.seed(m.seed)
+        kept = numpy.zeros(4)
+        kept[numpy.random.permutation(4)[:2]] = numpy.random.default_rng(m.seed).random()
+        return m.fc(x) * torch.tensor(kept).float()
+
+    model = Net(forward, fc=linear())
+    model.seed = 3
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    for seed in (3, 4):
+        model.seed = sharded.seed = seed
+        assert torch.equal(model(X), sharded(X))
+    (note,) = sharded.program.notes
+    assert note.startswith("forward seeds numpy.random;")
 
 
 def test_a_number_that_python_needs_is_refused():
