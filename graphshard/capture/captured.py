@@ -13,6 +13,7 @@ from graphshard.capture.guards import Guards
 from graphshard.capture.host_draws import Draw, draw_ahead
 from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
 from graphshard.capture.questions import Question
+from graphshard.capture.side_effects import differs
 from graphshard.capture.structure import Structure
 from graphshard.errors import CaptureError
 from graphshard.program.program import Program
@@ -34,8 +35,7 @@ class Capture:
     left: places besides the result where forward leaves tensors, with the structure of the value
         there. These tensors are outputs of the program, behind those of the result.
     guards: the Python state that it was captured with.
-    settled: attributes that forward sets from None to a plain value, as `config.problem_type` of
-        transformers' classifiers; each call repeats it.
+    assigned: plain values that forward puts in attributes and variables; each call repeats it.
     questions: those about values that it answers for the calls it serves, in the order asked.
     draws: the numbers that each call draws on the host, as inputs behind its tensors.
     """
@@ -45,7 +45,7 @@ class Capture:
     result: Structure
     left: tuple[tuple[LeftAt, Structure], ...] = ()
     guards: Guards = _NO_GUARDS
-    settled: tuple[Assignment, ...] = ()
+    assigned: tuple[Assignment, ...] = ()
     questions: tuple[Question, ...] = ()
     draws: tuple[Draw, ...] = ()
 
@@ -63,19 +63,18 @@ class Capture:
                 return question, answer
         return None
 
-    def settle(self) -> None:
-        """Do what forward does to the attributes in `settled`."""
-        for place, value in self.settled:
-            if place.read() is None:
-                place.write(value)
+    def assign(self) -> bool:
+        """Put what forward assigns there; returns whether that was another value."""
+        changed = [each for each in self.assigned if differs(each.place.read(), each.value)]
+        for each in changed:
+            each.place.write(each.value)
+        return bool(changed)
 
     def computes_as(self, other: Capture) -> bool:
-        """Whether the two are known to be one program, with results of one structure."""
+        """Whether the two are one program for calls of their sizes and give the same structure."""
         mine, theirs = self.program, other.program
         return (
-            mine.sizes is None
-            and theirs.sizes is None
-            and str(mine.graph) == str(theirs.graph)
+            str(mine.graph) == str(theirs.graph)
             and mine.notes == theirs.notes
             and self.returns_as(other)
             and all(
@@ -110,14 +109,23 @@ class Capture:
             mark_left(tensor)
 
 
-def refuse_more_answers(captures: Sequence[Capture], statement: str) -> None:
-    """Refuse a call if its values answer a question and there are too many programs for others.
+def refuse_more_programs(captures: Sequence[Capture], statement: str, state: str) -> None:
+    """Refuse a call of which no more is new than in each of many calls before.
 
     statement: what the call's values say; "" if they answer as for the last capture.
+    state: the Python state that is another one than for the last capture; "" if none is.
 
     Raises:
-        CaptureError: there are `MOST_ANSWERS` programs.
+        CaptureError: there are `MOST_ANSWERS` programs for other answers, or as many that assign
+            what they read.
     """
+    assigning = sum(1 for captured in captures if captured.assigned)
+    if assigning >= MOST_ANSWERS and state:
+        raise CaptureError(
+            f"the model computes with Python state that its forward changes ({state}), and "
+            f"{assigning} programs were captured for as many values, the most there may be; "
+            "register it as a buffer, which calls read and write"
+        )
     asking = sum(1 for captured in captures if captured.questions)
     if asking >= MOST_ANSWERS and statement:
         raise CaptureError(

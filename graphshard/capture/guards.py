@@ -150,7 +150,7 @@ class Guards:
 
     def also_after(self, assignments: Iterable[Assignment]) -> Guards:
         """Guards that hold before and after `assignments`."""
-        new = {place.identity: frozen(value) for place, value in assignments}
+        new = {each.place.identity: frozen(each.value) for each in assignments}
         pairs = zip(self.places, self.frozen, strict=True)
         forms = (
             _Either(form, new[place.identity]) if place.identity in new else form

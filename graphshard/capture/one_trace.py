@@ -43,7 +43,7 @@ from graphshard.capture.packed_sequences import packed_sequences
 from graphshard.capture.questions import Questions
 from graphshard.capture.recipes import Leaf, Recipes
 from graphshard.capture.repetition import Repetition
-from graphshard.capture.side_effects import WriteError
+from graphshard.capture.side_effects import WriteError, warn_of_state
 from graphshard.capture.sizes_by_values import (
     all_experts,
     dimensions_as_in_eager,
@@ -244,7 +244,6 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
-    settled = tuple(traced.reads.settled)
     asked = () if questions is None else tuple(questions.asked)
     return Capture(
         program,
@@ -252,7 +251,7 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
         traced.result,
         traced.left,
         traced.guards(),
-        settled,
+        traced.assigned,
         asked,
         known,
     )
@@ -395,7 +394,7 @@ def tell_what_is_baked_in(traced: TracedModel, entry: EntryPoint, program: Progr
             f"the forward reads {clocks}; a captured program keeps the time it saw. Pass it as an "
             "argument"
         )
-    assigned = (*traced.state_changes, *(place.path for place, _ in traced.reads.settled))
+    assigned = (*traced.state_changes, *(each.place.path for each in traced.assigned))
     if assigned and not program.outputs and entry.method != "forward":
         raise CaptureError(
             f"{entry} returns no tensor and assigns {', '.join(assigned[:5])}, which a captured "
@@ -403,13 +402,8 @@ def tell_what_is_baked_in(traced: TracedModel, entry: EntryPoint, program: Progr
             "sharded module, which its programs read"
         )
     if traced.state_changes:
-        changed = ", ".join(traced.state_changes[:5])
-        notes.append(f"python state assigned in forward is baked in: {changed}")
         at = traced.reads.at_line(*traced.state_changes)
-        warn_user(
-            f"the forward assigns {changed}{at}; a captured program keeps the value it saw and "
-            "does not repeat the assignment. Use a buffer for state that changes from step to step"
-        )
+        notes.append(warn_of_state(traced.state_changes, at))
     if traced.made_to_require_grad:
         inputs = ", ".join(sorted(traced.made_to_require_grad))
         warn_user(

@@ -6,7 +6,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,13 +47,23 @@ class Place:
             return MISSING
 
     def write(self, value: Any) -> None:
-        """Put `value` back there, which it held before."""
-        if isinstance(self.owner, types.CellType):
+        """Put `value` there; `MISSING`: nothing."""
+        if value is MISSING:
+            self._clear()
+        elif isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
         elif isinstance(self.owner, dict):
             self.owner[self.key] = value
         else:
             setattr(self.owner, self.key, value)
+
+    def _clear(self) -> None:
+        if isinstance(self.owner, types.CellType):
+            del self.owner.cell_contents
+        elif isinstance(self.owner, dict):
+            self.owner.pop(self.key, None)
+        else:
+            delattr(self.owner, self.key)
 
     @property
     def entries(self) -> Mapping[Any, Any] | None:
@@ -68,8 +78,12 @@ class Place:
         return id(self.owner), self.key
 
 
-Assignment = tuple[Place, Any]
-"""A place, and the value that is put there."""
+class Assignment(NamedTuple):
+    """A place, the value that is put there, and where in the source, as a remark."""
+
+    place: Place
+    value: Any
+    at: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphshard.capture.code_walk import in_library
 from graphshard.capture.guards import containers_in, items_of
-from graphshard.capture.places import MISSING, Assignment, Place, Version, contents, refill
+from graphshard.capture.places import MISSING, Place, Version, contents, refill
 from graphshard.capture.side_effects import (
     TABLES,
     Effects,
@@ -38,9 +38,6 @@ _METHODS = frozenset(dir(nn.Module)) - OF_ANY_MODULE
 _PATCHABLE = frozenset({"argparse"})
 """Modules of the standard library whose classes hold users' settings."""
 
-_SETTLED = frozenset({bool, int, float, str})
-"""The values of an attribute that was None by which a forward settles it once and for all."""
-
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns")
 
 
@@ -51,8 +48,6 @@ class Reads:
 
     places: where it read.
     effects: what it changed besides attributes of modules, which is undone.
-    settled: attributes of objects that it set from None to a plain value, with these; not among
-        the changes of `effects`, but undone as well.
     writes: how often it assigned an attribute of a module or object.
     looks: how often it looked at where a tensor is from, or hung a hook on one.
     used: plain tensors, with values, that it computed with.
@@ -64,7 +59,6 @@ class Reads:
     def __init__(self, model: nn.Module, globals_: Iterable[Place]) -> None:
         self.places: list[Place | Version] = []
         self.effects = Effects()
-        self.settled: list[Assignment] = []
         self.used: list[Tensor] = []
         self.writes = self.looks = 0
         self.draws: list[str] = []
@@ -278,10 +272,7 @@ class Reads:
             path = _joined(self._paths[id(value)], name)
             if isinstance(getattr(type(value), name, None), functools.cached_property):
                 continue
-            if before.get(name, MISSING) is None and type(now[name]) in _SETTLED:
-                self.settled.append((Place(path, attributes, name), now[name]))
-            else:
-                self.effects.add(Place(path, attributes, name), now[name])
+            self.effects.add(Place(path, attributes, name), now[name])
 
     def _require_iterators(self) -> None:
         for state in self._states.values():

@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from graphshard.capture.places import MISSING, Contents, Place, contents, refill
+from graphshard.capture.places import MISSING, Assignment, Contents, Place, contents, refill
 from graphshard.capture.structure import Same, holds_tensors
-from graphshard.errors import CaptureError
+from graphshard.errors import CaptureError, warn_user
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private.patches import patched
 from graphshard.torch_private.trace import is_real
@@ -40,15 +40,21 @@ _CONTAINERS = (dict, list, set, OrderedDict)  # the last holds hooks
 _PLAIN = (int, float, str, bool, bytes, complex)
 
 
+_ASSIGNED = frozenset({type(None), *_PLAIN})
+"""Types of the values that a call may assign again."""
+
+
 class Effects:
     """What a forward did to Python state, and a trace undoes.
 
     changes: names of what calls of the program do not repeat.
+    assigned: attributes and variables that hold other plain values now, which each call repeats.
     left: places where it left tensors of this call, with the value there, which each call repeats.
     """
 
     def __init__(self) -> None:
         self.changes: list[str] = []
+        self.assigned: list[Assignment] = []
         self.left: list[tuple[Place | Contents, Any]] = []
 
     def add(self, place: Place | Contents, value: Any) -> None:
@@ -56,6 +62,8 @@ class Effects:
         value = pytree.tree_map(lambda each: Same(each) if is_real(each) else each, value)
         if holds_tensors(value):
             self.left.append((place, value))
+        elif isinstance(place, Place) and type(value) in _ASSIGNED and place.key != "training":
+            self.assigned.append(Assignment(place, value))
         else:
             self.changes.append(place.path)
 
@@ -160,6 +168,16 @@ def restore_module_state(model: nn.Module) -> Iterator[Effects]:
             effects.changes += each.made()
         for each in before:
             each.restore()
+
+
+def warn_of_state(paths: Sequence[str], at: str) -> str:
+    """Warn of Python state at `paths`, which forward changes and calls do not; returns a note."""
+    changed = ", ".join(paths[:5])
+    warn_user(
+        f"the forward assigns {changed}{at}; a captured program keeps the value it saw and does "
+        "not repeat the assignment. Use a buffer for state that changes from step to step"
+    )
+    return f"python state assigned in forward is baked in: {changed}"
 
 
 def differs(before: Any, after: Any) -> bool:

@@ -25,6 +25,7 @@ from graphshard.capture.errors import refuse_seeding
 from graphshard.capture.guards import Guards
 from graphshard.capture.host_draws import Expected, HostDraws
 from graphshard.capture.places import (
+    Assignment,
     Buffer,
     Contents,
     LeftAt,
@@ -120,7 +121,8 @@ class TracedModel(nn.Module):
     """The module AOT traces: flat tensors in, flat tensors out.
 
     After a trace, `result` is the structure of the module's return value, `left` where it left
-    tensors else and their structures, `state_changes` names what else its forward assigned, and
+    tensors else and their structures, `assigned` the plain values that its forward assigned,
+    `state_changes` names what else it changed, and
     `reachable` the parameters autograd connects to an output.
     `on_call` is called before each run of the module with its inputs and, by FQN, its buffers: a
     trace runs it more than once, in the context that `around_run` makes. A call whose tensors are
@@ -162,6 +164,7 @@ class TracedModel(nn.Module):
         self.result: Structure | None = None
         self.left: tuple[tuple[LeftAt, Structure], ...] = ()
         self.state_changes: tuple[str, ...] = ()
+        self.assigned: tuple[Assignment, ...] = ()
         self.hooked = False  # whether a parameter got a hook
         self.made_to_require_grad: frozenset[str] = frozenset()  # paths of inputs
         self.seeded: tuple[str, ...] = ()  # modules whose random numbers it seeds itself
@@ -248,6 +251,13 @@ class TracedModel(nn.Module):
                     left.append((place, new))
                     refill(container, before_call)
         self.state_changes = (*effects.changes, *reads.effects.changes)
+        self.assigned = tuple(
+            each._replace(at=reads.at_line(each.place.path))
+            for each in (*effects.assigned, *reads.effects.assigned)
+        )
+        if self.state_changes:  # a flag may stand for what calls do not repeat, such as a hook
+            self.state_changes += tuple(each.place.path for each in self.assigned)
+            self.assigned = ()
         self.hooked = any(map(torch_trace.has_hooks, cast_params))
         now = zip(self._inputs.paths, tensors, before, strict=True)
         self.made_to_require_grad |= {path for path, t, was in now if t.requires_grad and not was}
@@ -256,7 +266,8 @@ class TracedModel(nn.Module):
         self.left = ()
         for place, value in (*left, *effects.left, *reads.effects.left):
             results += self._take_left(place, value)
-        self.both_ways.end(results, [*self._structures, *self.state_changes])
+        assigned = [(each.place.identity, each.value) for each in self.assigned]
+        self.both_ways.end(results, [*self._structures, *self.state_changes, *assigned])
         self.reachable = _reachable(results, params)
         return list(map(_own_tensor, results))
 

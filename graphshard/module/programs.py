@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.captured import Capture, refuse_more_answers
+from graphshard.capture.captured import Capture, refuse_more_programs
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.dynamic import (
     AUTO,
@@ -24,6 +24,7 @@ from graphshard.capture.dynamic import (
 from graphshard.capture.guards import Watch
 from graphshard.capture.input_checks import as_plain, require_values_of, signature_of
 from graphshard.capture.places import Buffer
+from graphshard.capture.side_effects import warn_of_state
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, RuntimeStateError, warn_user
@@ -217,8 +218,8 @@ class Programs:
             self._resident.compare()
         call = Call(tensors, structure, entry)
         step = self._step(call if self.sizes.dynamic is None else self._named(call))
-        if step.capture.settled:
-            step.capture.settle()
+        if step.capture.assigned and step.capture.assign():
+            self.changes.attributes += 1  # so that the next call looks
         return step, [*tensors, *(draw.make() for draw in step.capture.draws)]
 
     def capture_example(
@@ -379,7 +380,7 @@ class Programs:
         captures = self._captures.get(key.capture, [])
         for captured in captures[-1:]:
             described |= self._differences(captured, call)
-        refuse_more_answers(captures, described.get(_ANSWERS, ""))
+        refuse_more_programs(captures, described.get(_ANSWERS, ""), described.get(_STATE, ""))
         try:
             captured = self._capture(call, progress)
         except CaptureError as error:
@@ -397,8 +398,8 @@ class Programs:
             if index is not None:
                 return other, index
             return self._trace(fewer, described, progress, notes)
-        if captured.settled:
-            captured = self._settled(captured, call, progress)
+        if captured.assigned:
+            captured = self._assigning(captured, call, progress)
         captured.program.notes += notes
         self._watch.add(captured.guards, [place for place, _ in captured.left])
         self.changes.reads |= {each.identity for each in captured.guards.places}
@@ -416,9 +417,19 @@ class Programs:
             described[_ANSWERS] = question.statement(answer)
         return described
 
-    def _settled(self, captured: Capture, call: Call, progress: Stages) -> Capture:
-        """`captured`, to serve calls before and after what it settles, if one program can."""
-        captured.settle()
+    def _assigning(self, captured: Capture, call: Call, progress: Stages) -> Capture:
+        """`captured` with what its calls assign and the state that it serves.
+
+        If it reads what it assigns, and would be another program afterwards, its calls assign and
+        the next one finds or captures that. If it would be the same, it serves calls before and
+        after; what then has a third value, as a counter has, is warned of instead of assigned,
+        since each value would need another capture to be known as harmless.
+        """
+        read = {place.identity for place in captured.guards.places}
+        if read.isdisjoint(each.place.identity for each in captured.assigned):
+            return captured
+        before = [each.place.read() for each in captured.assigned]
+        captured.assign()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -426,12 +437,21 @@ class Programs:
         except CaptureError:  # as the second call will be
             return captured
         finally:
-            for place, _ in captured.settled:
-                place.write(None)
-        if after.settled or not captured.computes_as(after):
+            for each, value in zip(captured.assigned, before, strict=True):
+                each.place.write(value)
+        if not captured.computes_as(after):
+            return captured
+        again = {each.place.identity for each in after.assigned}
+        counters = [each for each in captured.assigned if each.place.identity in again]
+        kept = tuple(each for each in captured.assigned if each not in counters)
+        captured = replace(captured, assigned=kept)
+        if counters:
+            paths = [each.place.path for each in counters]
+            captured.program.notes += (warn_of_state(paths, counters[0].at),)
+        if captured.program.sizes is not None:
             return captured
         guards = captured.guards.and_of(after.guards)
-        return replace(captured, guards=guards.also_after(captured.settled))
+        return replace(captured, guards=guards.also_after(kept))
 
     def _capture(self, call: Call, progress: Stages) -> Capture:
         from graphshard.capture.entry import capture  # with all that a trace needs

@@ -270,12 +270,11 @@ def test_methods_are_called_as_the_models_are() -> None:
         method(1.0)
 
 
-def test_a_method_that_computes_sets_nothing_and_says_so() -> None:
+def test_a_method_that_computes_sets_plain_values() -> None:
     model, sharded = pair()
-    with pytest.warns(UserWarning, match=r"assigns alpha \(at .*self\.alpha = value"):
-        out = sharded.call_method("set_and_compute", 3.0)
+    out = sharded.call_method("set_and_compute", 3.0)
     assert torch.equal(out, model.fc.bias * 3.0)
-    assert sharded.alpha == 1.0
+    assert sharded.alpha == 3.0
     assert torch.equal(sharded.call_method("weight_of_last"), model.fc.weight)
     assert torch.equal(sharded.call_method("layer_of_table"), model.layer_of_table())
     for each in (model, sharded):

@@ -171,13 +171,10 @@ def _log(self: Any, x: Tensor) -> Tensor:
     ("change", "make", "named"),
     [
         (_count_in_namespace, lambda: types.SimpleNamespace(steps=0), "state"),
-        (_count_in_namespace, Counter, r"state\.steps .*test_state_read_by_forward.py.*\+= 1"),
         (_log, Counter, r"state\.log"),
         (_count_in_global, Counter, "TABLE"),
-        (_rebind_global, Counter, "CALLS"),
-        (_count_in_class, Counter, r"Options\.calls"),
     ],
-    ids=["a namespace", "an object", "a list in an object", "a table", "a global", "a class"],
+    ids=["a namespace", "a list in an object", "a table"],
 )
 def test_what_forward_changes_is_said_and_undone(change: Any, make: Any, named: str) -> None:
     state = make()
@@ -192,13 +189,129 @@ def test_what_forward_changes_is_said_and_undone(change: Any, make: Any, named: 
         out = sharded(X)
     assert getattr(state, "steps", 0) == 0
     assert getattr(state, "log", []) == []
-    assert TABLE["calls"] == CALLS == Options.calls == 0
+    assert TABLE["calls"] == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sharded(X)
     assert torch.equal(out, model(X))
-    TABLE["calls"] = Options.calls = 0
-    globals()["CALLS"] = 0
+    TABLE["calls"] = 0
+
+
+def _counts(self: Any, x: Tensor) -> Tensor:
+    self.steps += 1
+    return x * self.steps
+
+
+def _begins(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "begun"):
+        self.begun = True
+        return x * 0.5
+    return x
+
+
+def _alternates(self: Any, x: Tensor) -> Tensor:
+    self.flipped = not self.flipped
+    return -x if self.flipped else x
+
+
+def _warms_up(self: Any, x: Tensor) -> Tensor:
+    self.gain = min(1.0, self.gain + 0.25)
+    return x * self.gain
+
+
+@pytest.mark.parametrize(
+    ("change", "programs"),
+    [
+        (_counts, 5),
+        (_begins, 2),
+        (_alternates, 2),
+        (_warms_up, 4),
+        (_count_in_namespace, 5),
+        (_rebind_global, 5),
+        (_count_in_class, 5),
+    ],
+)
+def test_plain_values_that_forward_assigns_are_assigned(change: Any, programs: int) -> None:
+    def init(self: Any) -> None:
+        self.steps, self.gain, self.flipped, self.state = 0, 0.0, False, Counter()
+
+    model, sharded = pair(with_change(change, init))
+    for _ in range(5):
+        before, called = Options.calls, CALLS
+        expected = model(X)
+        Options.calls, globals()["CALLS"] = before, called  # what both count in
+        assert torch.equal(sharded(X), expected)
+        for name in ("steps", "gain", "flipped", "begun"):
+            assert getattr(model, name, None) == getattr(sharded, name, None)
+        assert model.state.steps == sharded.state.steps
+    assert len(sharded.programs) == programs
+    Options.calls = globals()["CALLS"] = 0
+
+
+def test_a_value_that_forward_only_writes_costs_no_capture() -> None:
+    def change(self: Any, x: Tensor) -> Tensor:
+        self.rows = x.shape[0]
+        return x * 2
+
+    _, sharded = pair(with_change(change))
+    for rows in (2, 3, 2):
+        sharded(X[:rows])
+        assert sharded.rows == rows
+    assert len(sharded.programs) == 2
+
+
+def test_a_counter_that_nothing_computes_with_is_said_and_undone() -> None:
+    def change(self: Any, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * 2
+
+    def init(self: Any) -> None:
+        self.steps = 0
+
+    for dynamic in (None, {"args[0]": {0: "rows"}}):
+        _, sharded = pair(with_change(change, init))
+        with pytest.warns(UserWarning, match=r"assigns steps \(at .*self\.steps \+= 1"):
+            sharded = graphshard.compile(
+                with_change(change, init)(), LINEAR, example_inputs=(X,), dynamic=dynamic
+            )
+        for _ in range(3):
+            sharded(X)
+        assert sharded.steps == 0
+        assert len(sharded.programs) == 1
+        assert any("steps" in note for note in sharded.program.notes)
+
+
+def test_flags_of_what_is_not_repeated_are_not_assigned() -> None:
+    """A hook would be missing in the second program, where the flag says that it is there."""
+
+    def change(self: Any, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.act.register_forward_hook(lambda act, args, out: out * 2)
+            self.hooked = True
+        return self.act(x)
+
+    def init(self: Any) -> None:
+        self.act, self.hooked = nn.Tanh(), False
+
+    model, sharded = pair(with_change(change, init))
+    with pytest.warns(UserWarning, match=r"assigns act\._forward_hooks, hooked"):
+        assert_same(model, sharded)
+    assert_same(model, sharded)
+    assert sharded.hooked is False
+
+
+def test_there_is_a_bound_of_programs_for_values_that_forward_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init(self: Any) -> None:
+        self.steps = 0
+
+    monkeypatch.setattr("graphshard.capture.captured.MOST_ANSWERS", 3)
+    model, sharded = pair(with_change(_counts, init))
+    for _ in range(3):
+        assert_same(model, sharded)
+    with pytest.raises(CaptureError, match=r"forward changes \(steps: 2 -> 3\).*a buffer"):
+        sharded(X)
 
 
 class Config:
@@ -287,11 +400,11 @@ def test_what_only_later_calls_read_is_seen_when_it_changes() -> None:
     assert len(sharded.programs) == 2
 
 
-def test_a_counter_that_begins_at_none_is_said_from_its_second_call() -> None:
+def test_a_counter_that_begins_at_none_counts() -> None:
     model, sharded = _with_config(_settle_and_count)
-    assert_same(model, sharded)
-    with pytest.warns(UserWarning, match=r"the forward assigns config\.kind"):
+    for _ in range(3):
         assert_same(model, sharded)
+        assert sharded.config.kind == model.config.kind
 
 
 class Registry(dict[str, Any]):
@@ -343,13 +456,13 @@ def test_globals_with_the_names_of_attributes_are_left_alone() -> None:
     ],
     ids=["random.Random", "numpy's Generator", "numpy's RandomState"],
 )
-def test_draws_from_own_generators_are_said_and_undone(make: Any, draw: Any, kind: str) -> None:
+def test_draws_from_own_generators_are_refused(make: Any, draw: Any, kind: str) -> None:
     def init(self: Any) -> None:
         self.random = make()
 
-    model, sharded = pair(with_change(lambda self, x: x * draw(self.random), init))
-    with pytest.warns(UserWarning, match=rf"draws random numbers from random \(a {kind}\)"):
-        assert_same(model, sharded)
+    _, sharded = pair(with_change(lambda self, x: x * draw(self.random), init))
+    with pytest.raises(CaptureError, match=rf"draws random numbers from random \(a {kind}\)"):
+        sharded(X)
     assert draw(sharded.random) == draw(make())
 
 
