@@ -52,7 +52,7 @@ def meant(name: str, names: Iterable[str]) -> str:
     """A question for the one of `names` that the misspelt `name` is like; "" if none is."""
     known = list(names)
     near = [each for each in known if each.startswith(name) or name.startswith(each)]
-    near = near or difflib.get_close_matches(name[:80], known, n=1)
+    near = near or difflib.get_close_matches(name[:80], known, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else ""
 
 

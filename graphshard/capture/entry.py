@@ -18,6 +18,7 @@ from graphshard.capture.borders import RepetitionError
 from graphshard.capture.both_ways import BothWaysError
 from graphshard.capture.captured import Capture
 from graphshard.capture.dynamic import Names
+from graphshard.capture.errors import require_arguments
 from graphshard.capture.host_draws import Draw, DrawsError, Expected
 from graphshard.capture.one_trace import Example, Values, Way, trace_once
 from graphshard.capture.repetition import Repetition
@@ -56,6 +57,10 @@ def capture(
     `take_apart`) its dynamic dimensions, of sizes of at least 2; see `graphshard.capture.dynamic`.
     `progress` shows each run of forward, of which a trace makes two or more.
     """
+    module = model.get_submodule(entry.module)
+    if not module._forward_pre_hooks:  # which may give other arguments
+        name = f"{type(module).__name__}.{entry.method}"
+        require_arguments(getattr(module, entry.method), name, args, kwargs or {})
     target = torch.device(device)
     buffer = buffer or dict(model.named_buffers(remove_duplicate=False)).__getitem__
     example = Example(

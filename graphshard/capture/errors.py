@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import sympy
@@ -45,16 +45,26 @@ def explain_errors(model: nn.Module, environment: Any = None) -> Iterator[None]:
     except Exception as error:
         found = user_line(error.__traceback__)
         line = found or f"the forward of {type(model).__name__}"
-        reason = _reason(error, environment, line) + ("" if found else _meant(error, model))
-        raise CaptureError(f"{reason}\n  at {line}") from error
+        raise CaptureError(f"{_reason(error, environment, line)}\n  at {line}") from error
 
 
-def _meant(error: Exception, model: nn.Module) -> str:
-    """The argument of the model's forward that a misspelt keyword is like, as a question."""
-    found = re.search(r"forward\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not isinstance(error, TypeError) or found is None:
-        return ""
-    return meant(found[1], inspect.signature(model.forward).parameters)
+def require_arguments(method: Callable[..., Any], name: str, args: Any, kwargs: Any) -> None:
+    """Refuse a call of `method`, which errors call `name`, that lacks an argument or has another.
+
+    Raises:
+        CaptureError: names the argument, and the one that is meant.
+    """
+    signature = inspect.signature(method)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        keyword = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        like = meant(keyword[1], signature.parameters) if keyword else ""
+        takes = f"; it takes {', '.join(signature.parameters)}"
+        reason = f"{name}() {error.args[0]}{like or takes}"
+    else:
+        return
+    raise CaptureError(reason)
 
 
 def _reason(error: Exception, environment: Any, line: str) -> str:

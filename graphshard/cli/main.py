@@ -98,6 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_calibrate(commands)
     add_consolidate(commands)
     add_doctor(commands)
+    for command in commands.choices.values():
+        command.others = commands.choices
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Never
 
@@ -394,6 +394,8 @@ class CommandParser(argparse.ArgumentParser):
     """argparse alone would say which required option is missing if that one is misspelt."""
 
     arguments: Sequence[str] = ()
+    others: Mapping[str, argparse.ArgumentParser] = {}
+    """The parsers of all commands by name, whose options may be meant for this one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: D102
         self.arguments = tuple(args or ())
@@ -403,10 +405,15 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> Never:  # noqa: D102
-        options = re.findall(r"--[a-z-]+", self.format_help().replace(self.prog, ""))
+        options = _options(self)
         for argument in self.arguments:
             name = argument.partition("=")[0]
             if name.startswith("--") and not any(option.startswith(name) for option in options):
-                like = meant(name, options)
+                takers = [of for of, other in self.others.items() if name in _options(other)]
+                like = f"; it is one of {', '.join(takers)}" if takers else meant(name, options)
                 message = f"there is no option {name}{like}" if like else message
         super().error(message)
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    return re.findall(r"--[a-z-]+", parser.format_help().replace(parser.prog, ""))

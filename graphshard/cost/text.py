@@ -187,13 +187,14 @@ def _facts(unit: UnitEstimate) -> tuple[str, ...]:
 
 
 def _exposed(estimate: Estimate) -> Iterator[str]:
-    """The causes of exposed communication, the longest first."""
-    causes = causes_of(estimate).values()
+    """The causes of exposed communication, the longest first, and the sum of the others."""
+    causes = [*causes_of(estimate).values()]
     shown = [cause for cause in causes if cause.seconds > MIN_SHARE * estimate.step_seconds]
+    shown = shown[:_MAX_EXPOSED_LINES]
     if shown:
         yield ""
         yield f"why {human_seconds(estimate.exposed_seconds)} of communication are exposed:"
-    for cause in shown[:_MAX_EXPOSED_LINES]:
+    for cause in shown:
         unit = cause.worst.span.unit or "(root)"
         units, share = unit, ""
         if cause.count > 1:
@@ -204,6 +205,9 @@ def _exposed(estimate: Estimate) -> Iterator[str]:
             f"{cause.text}{share}",
             "  ",
         )
+    others = [cause.seconds for cause in causes if cause not in shown]
+    if shown and others:
+        yield f"  {human_seconds(sum(others))}: {len(others)} more"
 
 
 _MIN_FREE_SHARE = 0.02  # of what is reserved, for a segment's free bytes to be shown
@@ -270,7 +274,9 @@ def room(estimate: Estimate) -> dict[str, int]:
     temporary = held.get(OPTIMIZER_STEP, 0)
     kept = sum(held.get(name, 0) for name in (SHARDS, SHARD_GRADIENTS, OPTIMIZER)) + temporary
     saved = held.get(SAVED, 0)
-    found = {"half the batch": (saved + held.get(AT_WORK, 0)) // 2}
+    found = {}
+    if any(entry.node.meta["val"].shape[:1] > (1,) for entry in estimate.program.inputs):
+        found["half the batch"] = (saved + held.get(AT_WORK, 0)) // 2
     if policy.recompute is None:
         found['recompute="units"'] = saved
     if not estimate.hardware.is_host:

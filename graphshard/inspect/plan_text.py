@@ -372,11 +372,19 @@ def _resharded(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def memory_dict(program: Program) -> dict[str, Any]:
     """Return bytes saved for backward by unit, the number of recomputed ops, and peak bytes."""
     storages = storages_of(program)
+    saved = storages.saved_by(lambda storage: storage.unit)
     return {
-        "saved_bytes": dict(sorted(storages.saved_by(lambda storage: storage.unit).items())),
+        "saved_bytes": dict(sorted(saved.items(), key=lambda item: _in_order(item[0]))),
         "recomputed_ops": sum(RECOMPUTED in node.meta for node in program.nodes(BACKWARD)),
         "peak_bytes": max(storages.live(), default=0),
     }
+
+
+def _in_order(fqn: str) -> list[tuple[bool, int, str]]:
+    """A key by which blocks.2 comes before blocks.10."""
+    return [
+        (part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in fqn.split(".")
+    ]
 
 
 def memory_notes(program: Program) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
     Parameters, buffers and submodules have the model's own names; a parameter is a DTensor (a plain
     one on a single rank without a process group). Calling it runs a captured program; its outputs
     have the model's own structure, and `backward` leaves averaged gradients on the shards. Torch's
-    optimizers work on `parameters()`, but for Adafactor and LBFGS, which raise on DTensors.
+    optimizers work on `parameters()`, but for Adafactor, which raises on DTensors.
     Made by `graphshard.compile`, of a model that stays as it is.
     """
 

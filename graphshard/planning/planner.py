@@ -292,14 +292,15 @@ _HYBRID_OF = {plain: hybrid for hybrid, plain in _PLAIN_OF.items()}
 
 
 def mesh_sizes(mesh_shape: Sequence[int] | str) -> tuple[int, ...]:
-    """The sizes of a mesh that is given by them, or as text: "8" or "2x4".
+    """The sizes of a mesh that is given by them, or as text: "8", "2x4" or "(2, 4)".
 
     Raises:
         PlanError: they are no whole numbers of at least 1.
     """
     sizes: tuple[Any, ...] = tuple(mesh_shape)
     if isinstance(mesh_shape, str):
-        sizes = tuple(int(size) if size.isdecimal() else size for size in mesh_shape.split("x"))
+        parts = [part.strip() for part in re.split("[x,]", mesh_shape.strip("() "))]
+        sizes = tuple(int(part) if part.isdecimal() else part for part in parts)
     if any(type(size) is not int or size < 1 for size in sizes):
         raise PlanError(
             "the sizes of a mesh are whole numbers, 1 or more, as in (2, 4) or 2x4; got "

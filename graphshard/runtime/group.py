@@ -430,8 +430,8 @@ def group_or_refusal(
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise PolicyError(
                 f"mesh must be a DeviceMesh or None; got {mesh!r}; make one by "
-                'torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,)), or leave it out '
-                "to use the default process group"
+                f'torch.distributed.device_mesh.init_device_mesh("{alone.type}", (ranks,)), or '
+                "leave it out to use the default process group"
             )
         device = None if device is None else usable_device(device)
         if mesh is None:

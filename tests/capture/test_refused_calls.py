@@ -261,5 +261,18 @@ def test_a_misspelt_keyword_is_told_with_the_one_that_was_meant() -> None:
             return super().forward(x)
 
     sharded = graphshard.compile(WithTargets(2, 2), graphshard.SizePolicy(1))
-    with pytest.raises(CaptureError, match="keyword argument 'tragets'; did you mean targets"):
-        sharded(torch.zeros(1, 2), tragets=None)
+    x = torch.zeros(1, 2)
+    with pytest.raises(
+        CaptureError, match=r"WithTargets\.forward\(\) .* did you mean targets"
+    ) as e:
+        sharded(x, tragets=None)
+    assert len(error.traceback) <= 12
+    with pytest.raises(CaptureError, match="keyword argument 'mask'; it takes x, targets"):
+        sharded(x, mask=None)
+    with pytest.raises(CaptureError, match="missing a required argument: 'x'"):
+        sharded()
+    renaming = WithTargets(2, 2)
+    renaming.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {"targets": kwargs["labels"]}), with_kwargs=True
+    )
+    assert graphshard.compile(renaming, graphshard.SizePolicy(1))(x, labels=x).shape == x.shape

@@ -317,6 +317,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         ("plan f:g --policy block --wold-size=2", "did you mean --world-size?"),
         ("plan f:g --policy block --world-size 2 --stratgy x", "did you mean --strategy?"),
         ("plan f:g more --policy block --world-size 2", "unrecognized arguments: more"),
+        ("plan f:g --policy block --world-size 2 --optimizer x", "--optimizer; it is one of simul"),
+        ("simulate f:g --policy block --mesh 2 --out x", "--out; it is one of dump, report, calib"),
         ("dump f:g --policy block --mesh 2 --zzz", "following arguments are required: --out"),
     ],
 )

@@ -5,6 +5,7 @@ Times are counts: a compute node takes a second, a collective `slow` seconds for
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,6 +89,16 @@ def test_every_exposed_second_is_explained(name, build):
             assert bool(estimate.why(transfer)) == bool(transfer.exposed)
             names = {node.name for node in estimate.program.graph.nodes}
             assert all(r.obstacle in names | {""} for r in reasons)
+        total, *parts = seconds_said(str(estimate))
+        assert sum(parts) == pytest.approx(total, rel=0.01)
+
+
+def seconds_said(text):
+    """The seconds in the title of the causes, and in each line that names one."""
+    _, _, causes = text.partition("\nwhy ")
+    said = re.findall(r"^(?:  )?([\d,.]+) (s|ms|us)(?: of|:)", causes, re.M)
+    scale = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+    return [float(number.replace(",", "")) * scale[unit] for number, unit in said] or [0.0]
 
 
 def test_behind_another_collective_of_the_stream(monkeypatch):

@@ -188,6 +188,7 @@ def test_what_would_make_room_does_and_frees_no_more_than_is_said():
     frees("8 ranks", full, gpt(world=8))
     frees('strategy="FULL_SHARD"', gpt(strategy="SHARD_GRAD_OP"), full)
     small = {"recompute": "units", "rows": 1, "world": 1}
+    assert "half the batch" not in room(gpt(**small))
     frees("a fused optimizer", gpt(**small), gpt(**small, optimizer="adamw-fused"))
     assert "room       frees at most" in str(full)
     assert "room" not in str(full.with_hardware("h100-sxm"))

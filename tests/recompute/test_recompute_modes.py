@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from functools import partial
 
@@ -132,6 +133,14 @@ def test_the_plan_and_the_schedule_say_it():
         plan
     )
     assert "recomputed: " in str(plan)
+
+
+def test_blocks_are_in_the_order_of_their_numbers_where_what_they_save_is_said():
+    model = Mixes()
+    model.blocks.extend(Mix() for _ in range(10))
+    plan = graphshard.plan(model, graphshard.BlockPolicy({Mix}), world_size=2, example_inputs=(X,))
+    (line,) = [line for line in str(plan).splitlines() if "saved: " in line]
+    assert re.search(r"blocks\.0-11 \d+ B each", line)
 
 
 # -- the same numbers -----------------------------------------------------------------------------

@@ -145,7 +145,8 @@ def test_meshes_and_dtypes_may_be_text() -> None:
     precision = graphshard.MixedPrecision("bf16", "float32")
     assert precision == graphshard.MixedPrecision(torch.bfloat16, torch.float32)
     policy = graphshard.SizePolicy(1, strategy="HYBRID_SHARD", mixed_precision=precision)
-    assert graphshard.plan(model, policy, mesh_shape="2x4").mesh_shape == (2, 4)
+    for text in ("2x4", "2 x 4", "(2, 4)", "2,4"):
+        assert graphshard.plan(model, policy, mesh_shape=text).mesh_shape == (2, 4)
     with pytest.raises(PlanError, match=r"whole numbers, 1 or more, as in .* or 2x4; got '2y4'"):
         graphshard.plan(model, policy, mesh_shape="2y4")
 
