@@ -264,7 +264,7 @@ def test_a_misspelt_keyword_is_told_with_the_one_that_was_meant() -> None:
     x = torch.zeros(1, 2)
     with pytest.raises(
         CaptureError, match=r"WithTargets\.forward\(\) .* did you mean targets"
-    ) as e:
+    ) as error:
         sharded(x, tragets=None)
     assert len(error.traceback) <= 12
     with pytest.raises(CaptureError, match="keyword argument 'mask'; it takes x, targets"):
