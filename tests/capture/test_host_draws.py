@@ -120,6 +120,7 @@ def scales_by_arrays(m, x):
 
 
 def indexes_by_arrays(m, x):
+    x = x.clone()
     x[:, numpy.random.choice(4, 2, replace=False)] = 0.0
     return m.fc(x[:, numpy.random.permutation(4)])
 
