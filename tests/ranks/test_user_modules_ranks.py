@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -34,19 +37,21 @@ def reparametrized(change: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), change(nn.Linear(6, 6)), nn.Linear(6, 2))
 
 
-def _like_eager(make: Callable[[], nn.Module]) -> None:
-    """Train two steps of equal batches on all ranks, and compare values, gradients and state."""
+def _like_eager(make: Callable[[], nn.Module], steps: int = 2) -> None:
+    """Train `steps` of equal batches on all ranks, and compare values, gradients and state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of hooks, and of the weight they assign
         eager = make()
         sharded = graphshard.compile(make(), graphshard.SizePolicy(10))
         optims = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sharded, eager)]
-        for step in range(2):
+        for step in range(steps):
             torch.manual_seed(step)
             x = torch.randn(4, 6)
             results = []
             for module, optim in zip((sharded, eager), optims, strict=True):
                 torch.manual_seed(step)
+                random.seed(step)
+                numpy.random.seed(step)
                 out = take_apart(module(x), name="out")[0]
                 optim.zero_grad()
                 sum(t.square().sum() for t in out if t.requires_grad).backward()
@@ -97,6 +102,32 @@ def unusual_parameters(rank: int) -> None:
     _like_eager(Assorted)
 
 
+class Stateful(nn.Module):
+    """A block that counts, warms up, and draws on the host; each call assigns or draws as eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.calls, self.first, self.gain = 0, True, 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.fc(x) * self.gain / self.calls
+        if self.first:
+            self.first, self.gain = False, 1.0
+            x = x * 2
+        kept = torch.tensor(numpy.random.choice([True, False], 6))
+        order = [0, 1, 2]
+        random.shuffle(order)
+        return x[:, numpy.random.permutation(6)] * kept * (order[0] + 1)
+
+
+def python_state_and_draws_on_the_host(rank: int) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Stateful() for _ in range(3)))
+    _like_eager(lambda: copy.deepcopy(blocks), steps=4)
+
+
 ON_TWO = [
     Reparametrized("old weight_norm", weight_norm),
     Reparametrized("new weight_norm", parametrizations.weight_norm),
@@ -106,6 +137,7 @@ ON_TWO = [
     Reparametrized("parametrization", symmetric),
     Reparametrized("pruning", pruned),
     unusual_parameters,
+    python_state_and_draws_on_the_host,
 ]
 
 test_on_two_ranks = on_ranks(ON_TWO, 2)
