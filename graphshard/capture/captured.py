@@ -113,14 +113,16 @@ def refuse_more_programs(captures: Sequence[Capture], statement: str, state: str
     """Refuse a call of which no more is new than in each of many calls before.
 
     statement: what the call's values say; "" if they answer as for the last capture.
-    state: the Python state that is another one than for the last capture; "" if none is.
+    state: the path and values of Python state that is not as for the last capture; "" if it is.
 
     Raises:
         CaptureError: there are `MOST_ANSWERS` programs for other answers, or as many that assign
             what they read.
     """
-    assigning = sum(1 for captured in captures if captured.assigned)
-    if assigning >= MOST_ANSWERS and state:
+    path = state.partition(":")[0]
+    paths = [[each.place.path for each in captured.assigned] for captured in captures]
+    assigning = sum(path in assigned for assigned in paths)
+    if assigning >= MOST_ANSWERS:
         raise CaptureError(
             f"the model computes with Python state that its forward changes ({state}), and "
             f"{assigning} programs were captured for as many values, the most there may be; "

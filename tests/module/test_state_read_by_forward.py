@@ -313,6 +313,15 @@ def test_there_is_a_bound_of_programs_for_values_that_forward_changes(
     with pytest.raises(CaptureError, match=r"forward changes \(steps: 2 -> 3\).*a buffer"):
         sharded(X)
 
+    def scales(self: Any, x: Tensor) -> Tensor:
+        self.rows = x.shape[0]
+        return x * self.steps
+
+    model, sharded = pair(with_change(scales, init))
+    for steps in range(5):
+        model.steps = sharded.steps = steps  # by the user, and as often as they like
+        assert_same(model, sharded)
+
 
 class Config:
     def __init__(self) -> None:
