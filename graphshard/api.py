@@ -62,7 +62,7 @@ def compile(  # noqa: A001  # as torch.compile
     *,
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Sequence[int] | str | None = None,
     device: torch.device | str | None = None,
     backend: str = "eager",
     dynamic: Mapping[str, Mapping[int, str]] | Literal["auto"] | None = None,
@@ -82,7 +82,8 @@ def compile(  # noqa: A001  # as torch.compile
             capture a program at once. None: programs are captured when a call needs one.
         example_kwargs: keyword arguments of that call.
         mesh: a mesh of one dimension, or for the HYBRID strategies of two: parameters are
-            replicated over the first and sharded over the last. None: the default process group, or
+            replicated over the first and sharded over the last. A DeviceMesh, or the sizes of one
+            of all ranks: (2, 4) or "2x4". None: the default process group, or
             a single rank if there is none (where WORLD_SIZE in the environment says that there are
             more, the group is made by `init_process_group()`); for a HYBRID strategy the ranks of a
             node (by LOCAL_WORLD_SIZE or the number of CUDA devices) form a shard group.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard.errors import GraphshardError, PolicyError, warn_user
+from graphshard.planning.planner import mesh_sizes
 from graphshard.program import ops
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime import streams as side_streams
@@ -238,7 +239,7 @@ def meeting_group(
 
 def mesh_of(
     group: Group,
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Sequence[int] | str | None,
     device: torch.device | str | None,
     *,
     hybrid: bool = False,
@@ -247,6 +248,8 @@ def mesh_of(
 
     hybrid: without a mesh, one of two dimensions that shards over the ranks of a node.
     """
+    if isinstance(mesh, str | Sequence):
+        return mesh_sizes(mesh)
     if mesh is None:
         if group.process_group is None:
             return (1, 1) if hybrid else (1,)
@@ -427,11 +430,12 @@ def group_or_refusal(
             f"{dist.get_rank()}; call this on the ranks of the mesh, or make one of all ranks"
         )
     try:
+        if isinstance(mesh, str | Sequence):
+            mesh = None  # its sizes are those of the plan
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise PolicyError(
-                f"mesh must be a DeviceMesh or None; got {mesh!r}; make one by "
-                f'torch.distributed.device_mesh.init_device_mesh("{alone.type}", (ranks,)), or '
-                "leave it out to use the default process group"
+                'mesh must be a DeviceMesh, the sizes of one as (2, 4) or "2x4", or None for the '
+                f"default process group; got {mesh!r}"
             )
         device = None if device is None else usable_device(device)
         if mesh is None:

@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graphshard
-from graphshard.errors import CheckpointError, CollectiveError, FingerprintError, PolicyError
+from graphshard.errors import (
+    CheckpointError,
+    CollectiveError,
+    FingerprintError,
+    PlanError,
+    PolicyError,
+)
 
 BLOCK = graphshard.BlockPolicy({"Block"}, strategy="HYBRID_SHARD")
 
@@ -43,6 +49,17 @@ def parameters_as_fully_shard_has_them(rank: int) -> None:
         TiedGPT(1), graphshard.BlockPolicy({"Block"}, strategy="NO_SHARD"), mesh=mesh
     )
     assert whole.get_parameter("embed.weight").placements == (Replicate(), Replicate())
+
+
+def sizes_instead_of_a_mesh(rank: int) -> None:
+    for sizes in ((2, 2), "2x2"):
+        sharded = graphshard.compile(TiedGPT(1), BLOCK, mesh=sizes)
+        assert sharded.plan.mesh_shape == (2, 2)
+        assert sharded.get_parameter("embed.weight").device_mesh == two_by_two()
+    flat = graphshard.compile(TiedGPT(1), graphshard.BlockPolicy({"Block"}), mesh=[4])
+    assert flat.plan.mesh_shape == (4,)
+    with pytest.raises(PlanError, match=r"\(2, 3\) has 6 ranks, but world_size is 4"):
+        graphshard.compile(TiedGPT(1), BLOCK, mesh="2x3")
 
 
 def values_reach_every_replica(rank: int) -> None:
