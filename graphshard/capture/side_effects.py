@@ -139,13 +139,17 @@ class ModuleState:
                 effects.add_contents(path, value, self.contents[name])
 
     def made(self) -> list[str]:
-        """Names of the buffers that were None or not there before, with a remark."""
-        before = self.contents["_buffers"]
-        return [
-            f"{self.prefix}{name} (a buffer it makes itself; register it with values before)"
+        """Names of modules and parameters that are others now, and of new buffers with a remark."""
+        modules, now = self.contents["_modules"], self.module._modules
+        names = [name for name in {**modules, **now} if modules.get(name) is not now.get(name)]
+        names += self.module._parameters.keys() - self.contents["_parameters"].keys()
+        buffers = self.contents["_buffers"]
+        names += [
+            f"{name} (a buffer it makes itself; register it with values before)"
             for name, value in self.module._buffers.items()
-            if value is not None and before.get(name) is None
+            if value is not None and buffers.get(name) is None
         ]
+        return [self.prefix + name for name in names]
 
     def restore(self) -> None:
         """Put attributes and contents back."""

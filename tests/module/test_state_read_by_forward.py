@@ -281,23 +281,35 @@ def test_a_counter_that_nothing_computes_with_is_said_and_undone() -> None:
         assert any("steps" in note for note in sharded.program.notes)
 
 
-def test_flags_of_what_is_not_repeated_are_not_assigned() -> None:
-    """A hook would be missing in the second program, where the flag says that it is there."""
+def _hook(self: Any) -> None:
+    self.act.register_forward_hook(lambda act, args, out: out * 2)
+
+
+def _replace_the_module(self: Any) -> None:
+    """As BigBird replaces its attention where a sequence is short."""
+    self.act = nn.Sigmoid()
+
+
+@pytest.mark.parametrize(
+    ("begin", "named"), [(_hook, r"act\._forward_hooks"), (_replace_the_module, "act")]
+)
+def test_flags_of_what_is_not_repeated_are_not_assigned(begin: Any, named: str) -> None:
+    """It would be missing in the second program, where the flag says that it is there."""
 
     def change(self: Any, x: Tensor) -> Tensor:
-        if not self.hooked:
-            self.act.register_forward_hook(lambda act, args, out: out * 2)
-            self.hooked = True
+        if not self.begun:
+            begin(self)
+            self.begun = True
         return self.act(x)
 
     def init(self: Any) -> None:
-        self.act, self.hooked = nn.Tanh(), False
+        self.act, self.begun = nn.Tanh(), False
 
     model, sharded = pair(with_change(change, init))
-    with pytest.warns(UserWarning, match=r"assigns act\._forward_hooks, hooked"):
+    with pytest.warns(UserWarning, match=rf"assigns {named}, begun"):
         assert_same(model, sharded)
     assert_same(model, sharded)
-    assert sharded.hooked is False
+    assert sharded.begun is False
 
 
 def test_there_is_a_bound_of_programs_for_values_that_forward_changes(
