@@ -599,9 +599,10 @@ QUICK_ZERO1 = [Trains("zero1 alone", **ZERO1), Trains("zero1 beside", modules=BE
 test_pairs_on_two_ranks = on_ranks([*QUICK, *QUICK_ZERO1], 2, timeout=300)
 BUDGET = {"recompute": "budget", "memory_budget": 220_000}
 REST = [*(row for row in ROWS if row not in QUICK), Trains("zero1", **ZERO1, **BUDGET)]
-test_other_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[::3], 2, timeout=595))
-test_more_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[1::3], 2, timeout=595))
-test_last_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[2::3], 2, timeout=595))
+test_other_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[::4], 2, timeout=595))
+test_more_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[1::4], 2, timeout=595))
+test_third_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[2::4], 2, timeout=595))
+test_last_pairs_on_two_ranks = pytest.mark.slow(on_ranks(REST[3::4], 2, timeout=595))
 test_others_on_two_ranks = pytest.mark.slow(on_ranks(OTHERS, 2, timeout=500))
 test_on_four_ranks = pytest.mark.slow(on_ranks(ON_FOUR, 4, timeout=500))
 test_on_three_ranks = pytest.mark.slow(on_ranks(UNEVEN, 3, timeout=500))
