@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from graphshard.capture.guards import Guards
 from graphshard.capture.host_draws import Draw, draw_ahead
 from graphshard.capture.places import Argument, Assignment, Buffer, LeftAt, mark_left
 from graphshard.capture.questions import Question
-from graphshard.capture.side_effects import differs
+from graphshard.capture.side_effects import differs, warn_of_state
 from graphshard.capture.structure import Structure
 from graphshard.errors import CaptureError
 from graphshard.program.program import Program
@@ -82,6 +82,27 @@ class Capture:
                 for a, b in zip(mine.buffers, theirs.buffers, strict=True)
             )
         )
+
+    def followed_by(self, after: Capture) -> Capture:
+        """This capture, where `after` is that of the same call behind its assignments.
+
+        If that is another program, calls of this one assign, and the next one finds that. If it is
+        the same, it serves calls before and after; what then has a third value, as a counter has,
+        is warned of instead of assigned, since each value would need another capture to be known
+        as harmless.
+        """
+        if not self.computes_as(after):
+            return self
+        again = {each.place.identity for each in after.assigned}
+        counters = [each for each in self.assigned if each.place.identity in again]
+        kept = tuple(each for each in self.assigned if each not in counters)
+        if counters:
+            paths = [each.place.path for each in counters]
+            self.program.notes += (warn_of_state(paths, counters[0].at),)
+        guards = self.guards
+        if self.program.sizes is None:
+            guards = guards.and_of(after.guards).also_after(kept)
+        return replace(self, assigned=kept, guards=guards)
 
     def returns_as(self, other: Capture) -> bool:
         """Whether the two return and leave values of one structure, in the same places."""

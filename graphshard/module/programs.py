@@ -24,7 +24,6 @@ from graphshard.capture.dynamic import (
 from graphshard.capture.guards import Watch
 from graphshard.capture.input_checks import as_plain, require_values_of, signature_of
 from graphshard.capture.places import Buffer
-from graphshard.capture.side_effects import warn_of_state
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, RuntimeStateError, warn_user
@@ -420,10 +419,7 @@ class Programs:
     def _assigning(self, captured: Capture, call: Call, progress: Stages) -> Capture:
         """`captured` with what its calls assign and the state that it serves.
 
-        If it reads what it assigns, and would be another program afterwards, its calls assign and
-        the next one finds or captures that. If it would be the same, it serves calls before and
-        after; what then has a third value, as a counter has, is warned of instead of assigned,
-        since each value would need another capture to be known as harmless.
+        If it reads what it assigns, it is captured once more as the next call would be.
         """
         read = {place.identity for place in captured.guards.places}
         if read.isdisjoint(each.place.identity for each in captured.assigned):
@@ -439,19 +435,7 @@ class Programs:
         finally:
             for each, value in zip(captured.assigned, before, strict=True):
                 each.place.write(value)
-        if not captured.computes_as(after):
-            return captured
-        again = {each.place.identity for each in after.assigned}
-        counters = [each for each in captured.assigned if each.place.identity in again]
-        kept = tuple(each for each in captured.assigned if each not in counters)
-        captured = replace(captured, assigned=kept)
-        if counters:
-            paths = [each.place.path for each in counters]
-            captured.program.notes += (warn_of_state(paths, counters[0].at),)
-        if captured.program.sizes is not None:
-            return captured
-        guards = captured.guards.and_of(after.guards)
-        return replace(captured, guards=guards.also_after(kept))
+        return captured.followed_by(after)
 
     def _capture(self, call: Call, progress: Stages) -> Capture:
         from graphshard.capture.entry import capture  # with all that a trace needs
