@@ -65,7 +65,7 @@ def compile(  # noqa: A001  # as torch.compile
     mesh: DeviceMesh | Sequence[int] | str | None = None,
     device: torch.device | str | None = None,
     backend: str = "eager",
-    dynamic: Mapping[str, Mapping[int, str]] | Literal["auto"] | None = None,
+    dynamic: Mapping[str, Mapping[int, str]] | Literal["auto"] | None = "auto",
     passes: Sequence[PassLike] = (),
     replica_all_reduce: Callable[[Tensor], Any] | None = None,
     check: bool | None = None,
@@ -95,12 +95,13 @@ def compile(  # noqa: A001  # as torch.compile
             still come from torch's own generators. Its first call takes longer, unless the disk
             cache has the regions. A region that cannot be compiled runs operator by operator, and
             the plan says which and why.
-        dynamic: names of dimensions whose size may differ between calls, by argument of the forward
-            (or path of a tensor in a nested one): {"input_ids": {0: "batch", 1: "seq"}}. One
-            program serves all valid sizes of at least 2; dimensions of one name have one size in a
-            call. "auto": the dimensions that change; the first shape has a program of its own, the
+        dynamic: the dimensions whose size is a symbol, so that one program serves all valid sizes
+            of at least 2. "auto": those that change; the first shape has a program of its own, the
             second makes the one of all later shapes. A dimension that the model fixes stays fixed,
-            which the log and `program.notes` say. None: a program per shape.
+            which the log and `program.notes` say; under `cuda_graph` or a `memory_budget`, whose
+            choices hold for one shape, all do. Or names, by argument of the forward (or path of a
+            tensor in a nested one): {"input_ids": {0: "batch", 1: "seq"}}; dimensions of one name
+            have one size in a call. None: a program per shape.
         passes: passes to apply after the default ones, in order.
         replica_all_reduce: averages gradients over the replicas of a HYBRID strategy, in place of
             the mesh's process group: a function that averages a flat tensor (of each unit, in its

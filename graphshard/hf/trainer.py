@@ -59,8 +59,7 @@ class ShardedTrainer(Trainer):
         args: of the Trainer class. The model may be a plain or a sharded one.
         policy: None: from the arguments' `fsdp` settings or Accelerate's configuration where there
             are any, else `BlockPolicy()`.
-        compile_options: of `graphshard.compile`, such as {"backend": "inductor"}; `dynamic` is
-            "auto" unless they have it, since batches are padded to their longest text.
+        compile_options: of `graphshard.compile`, such as {"backend": "inductor"}.
         kwargs: of the Trainer class.
 
     Raises:
@@ -77,7 +76,7 @@ class ShardedTrainer(Trainer):
         compile_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        self._sharding = (policy, {"dynamic": "auto", **(compile_options or {})})
+        self._sharding = (policy, dict(compile_options or {}))
         for model in (*args[:1], kwargs.get("model")):
             if isinstance(model, ShardedModule):
                 if policy is not None or compile_options:

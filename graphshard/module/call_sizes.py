@@ -1,7 +1,7 @@
 """The sizes of a module's calls that are symbols: named by the user, or learned from the calls.
 
-`dynamic="auto"` learns: a dimension that differed between two calls gets a name; dimensions whose
-sizes were equal in every call share one. A call that shows two of them to differ gives them names
+A dimension that differed between two calls gets a name; dimensions whose sizes were equal in every
+call share one. A call that shows two of them to differ gives them names
 of their own.
 """
 
@@ -18,6 +18,7 @@ from graphshard.capture.dynamic import AUTO, Arguments, Dynamic, Names, drop_nam
 from graphshard.capture.structure import Structure
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, FixedSizeError
+from graphshard.policy.base import Policy
 
 GIVE_UP = 2
 """A dimension that the model fixed at this many sizes is taken to be fixed."""
@@ -41,26 +42,16 @@ class ChangingSizes:
         self._names: dict[_Place, str] = {}
         self._resolved: dict[Structure, tuple[Mapping[int, Names], ...]] = {}
 
-    def meet(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> bool:
-        """Learn from the shapes of a call; whether they are new."""
+    def meet(self, tensors: Sequence[Tensor], labels: Sequence[str]) -> None:
+        """Learn from the shapes of a call."""
         call = tuple((label, tuple(t.shape)) for t, label in zip(tensors, labels, strict=True))
         if call in self._calls:
-            return False
+            return
         for label, shape in call:
             for dim, size in enumerate(shape):
                 self._sizes.setdefault((label, len(shape), dim), {})[len(self._calls)] = size
         self._calls.add(call)
         self._name()
-        return True
-
-    @property
-    def shapes(self) -> int:
-        """The number of shapes that one tensor had; the largest of all."""
-        shapes: dict[str, set[tuple[int, ...]]] = {}
-        for call in self._calls:
-            for label, shape in call:
-                shapes.setdefault(label, set()).add(shape)
-        return max(map(len, shapes.values()), default=0)
 
     def names(
         self, tensors: Sequence[Tensor], labels: Sequence[str], structure: Structure
@@ -110,13 +101,6 @@ class ChangingSizes:
                     self._fixed.setdefault(place, set()).add(tensor.shape[dim])
         self._name()
 
-    def offer(self) -> dict[str, dict[int, str]]:
-        """The `dynamic` argument that names the dimensions which changed."""
-        dynamic: dict[str, dict[int, str]] = {}
-        for (label, _, dim), name in self._names.items():
-            dynamic.setdefault(label, {})[dim] = name
-        return dynamic
-
     # -- names --------------------------------------------------------------------------------
 
     def _name(self) -> None:
@@ -155,19 +139,6 @@ class ChangingSizes:
         )
 
 
-def code_of(dynamic: Mapping[str, Mapping[int, str]]) -> str:
-    """A `dynamic` argument as Python."""
-    arguments = []
-    for label, dims in dynamic.items():
-        names = ", ".join(f"{dim}: {_quoted(name)}" for dim, name in dims.items())
-        arguments.append(f"{_quoted(label)}: {{{names}}}")
-    return f"{{{', '.join(arguments)}}}"
-
-
-def _quoted(text: str) -> str:
-    return repr(text) if '"' in text or "\\" in text else f'"{text}"'
-
-
 def _candidates(group: Sequence[_Place]) -> Iterator[str]:
     """Names for dimensions of equal size, the best first."""
     dims = {dim for _, _, dim in group}
@@ -180,10 +151,6 @@ def _candidates(group: Sequence[_Place]) -> Iterator[str]:
     name = f"{words}_{dim}" if words.isidentifier() else f"size_{dim}"
     yield name
     yield from (f"{name}_{number}" for number in itertools.count(2))
-
-
-OFFER = 3
-"""The number of shapes of a tensor from which on `dynamic` is offered as code."""
 
 
 class Call(NamedTuple):
@@ -202,54 +169,51 @@ class Call(NamedTuple):
 class CallSizes:
     """Tells which dimensions of a call are symbols.
 
-    Without `dynamic`, the user's choice, none is, and one that changes is offered.
+    dynamic: the user's choice.
+    learns: whether those are that change. None is under a policy whose choices hold for one shape:
+        a CUDA graph, or what fits in a byte budget.
     """
 
-    def __init__(self, model: nn.Module, dynamic: Dynamic | Literal["auto"] | None) -> None:
+    def __init__(
+        self, model: nn.Module, dynamic: Dynamic | Literal["auto"] | None, policy: Policy
+    ) -> None:
         self.dynamic = dynamic
+        of_one_shape = policy.cuda_graph or policy.memory_budget is not None
+        self.learns = dynamic == AUTO and not of_one_shape
         self._arguments = Arguments.of(model)
         self._changing: dict[EntryPoint, ChangingSizes] = {}
 
     def names(self, call: Call) -> tuple[Names, ...] | None:
         """The dimensions of a call that are symbols; None if there are none."""
-        if self.dynamic is None:
+        if isinstance(self.dynamic, Dynamic):
+            is_main = call.entry == MAIN_ENTRY
+            return self.dynamic.names(call.tensors, call.structure) if is_main else None
+        changing = self._changing.get(call.entry)
+        if changing is None:
             return None
-        if self.dynamic == AUTO:
-            changing = self._of(call.entry)
-            return changing.names(call.tensors, self._labels(call), call.structure)
-        if call.entry != MAIN_ENTRY:
-            return None
-        return self.dynamic.names(call.tensors, call.structure)
+        return changing.names(call.tensors, self._labels(call), call.structure)
 
-    def meet(self, call: Call) -> bool:
-        """Learn from a call that no program fits; whether its shapes are new."""
-        return self._of(call.entry).meet(call.tensors, self._labels(call))
+    def meet(self, call: Call) -> None:
+        """Learn from a call that no program fits."""
+        if self.learns:
+            changing = self._changing.setdefault(call.entry, ChangingSizes())
+            changing.meet(call.tensors, self._labels(call))
 
     def fix(self, error: CaptureError, call: Call, *, captured: bool) -> set[str]:
         """The names of sizes to fix for a call after a capture failed; none: it cannot be helped.
 
         `captured`: another capture with the symbols of this call succeeded.
         """
-        automatic = self.dynamic == AUTO
         names = call.names or ()
         if isinstance(error, FixedSizeError):
             # The model may take any size in general, and handle this one in another way.
-            unwanted = {error.size} if automatic or captured else set()
+            unwanted = {error.size} if self.learns or captured else set()
         else:
-            unwanted = {n for dims in names for n in dims.values()} if automatic else set()
-        if automatic and unwanted:
-            self._of(call.entry).fix(call.tensors, self._labels(call), names, unwanted)
+            unwanted = {n for dims in names for n in dims.values()} if self.learns else set()
+        if self.learns and unwanted:
+            changing = self._changing[call.entry]
+            changing.fix(call.tensors, self._labels(call), names, unwanted)
         return unwanted
-
-    def offer(self) -> str | None:
-        """The argument `dynamic` for the sizes that changed, as code, from the third shape on."""
-        changing = self._of(MAIN_ENTRY)
-        if self.dynamic is not None or changing.shapes < OFFER:
-            return None
-        return f"dynamic={code_of(changing.offer())}"
-
-    def _of(self, entry: EntryPoint) -> ChangingSizes:
-        return self._changing.setdefault(entry, ChangingSizes())
 
     def _labels(self, call: Call) -> tuple[str, ...]:
         structure = call.structure

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from graphshard.capture.captured import Capture, refuse_more_programs
 from graphshard.capture.code_walk import CodeWalk
-from graphshard.capture.dynamic import (
-    AUTO,
-    Dynamic,
-    dims_above_one,
-    enlarge_small_dims,
-)
+from graphshard.capture.dynamic import Dynamic, dims_above_one, enlarge_small_dims
 from graphshard.capture.guards import Watch
 from graphshard.capture.input_checks import as_plain, require_values_of, signature_of
 from graphshard.capture.places import Buffer
@@ -46,9 +41,7 @@ if TYPE_CHECKING:
 
 _TENSORS = (Tensor, nn.Parameter)
 
-
 _PLAIN_CLASSES = frozenset(_TENSORS)
-
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -87,19 +80,14 @@ logger = logging.getLogger("graphshard")
 
 MANY = 8
 
-
 RECENT = 4
 """The number of recent signatures that a call is compared with first."""
 
-
 _OTHERS = "arguments that are no tensors"
-
 
 _SIZES = "sizes"
 
-
 _STATE = "Python state"
-
 
 _ANSWERS = "answers of values"
 
@@ -154,8 +142,8 @@ class CallKey(NamedTuple):
 class Programs:
     """Captures, rewrites and keeps a program for each signature.
 
-    With `dynamic` sizes one signature has a further program for calls whose sizes the first ones
-    were not right for.
+    With symbolic sizes a signature has a further program for calls whose sizes the first ones were
+    not right for.
     """
 
     def __init__(
@@ -165,15 +153,15 @@ class Programs:
         changes: Changes,
         bindings: Bindings,
         passes: Sequence[PassLike],
-        dynamic: Dynamic | Literal["auto"] | None = None,
+        dynamic: Dynamic | Literal["auto"] | None,
     ) -> None:
         self.meta_model = meta_model
         self._root = weakref.ref(root)  # which holds this, so that dropping it frees all at once
         self.changes = changes
         self.bindings = bindings
         self.passes = tuple(passes)
-        self.sizes = CallSizes(meta_model, dynamic)
         self.plan = bindings.plan
+        self.sizes = CallSizes(meta_model, dynamic, self.plan.policy)
         self.steps: dict[tuple[CallKey, int], Step] = {}  # the number is that of the capture
         self._recent: list[tuple[CallKey, Step]] = []  # of fixed sizes, the latest first
         self._calls = FlatCalls()
@@ -215,8 +203,7 @@ class Programs:
                 raise
         if self._resident.shards:
             self._resident.compare()
-        call = Call(tensors, structure, entry)
-        step = self._step(call if self.sizes.dynamic is None else self._named(call))
+        step = self._step(Call(tensors, structure, entry))
         if step.capture.assigned and step.capture.assign():
             self.changes.attributes += 1  # so that the next call looks
         return step, [*tensors, *(draw.make() for draw in step.capture.draws)]
@@ -235,26 +222,33 @@ class Programs:
         self._resident.look_for_signs()
         return self._step(Call(tensors, structure, MAIN_ENTRY, names), progress)
 
-    def _named(self, call: Call) -> Call:
-        """`call` with the dimensions that are symbols now."""
-        names = self.sizes.names(call)
-        if names is not None:
-            names = dims_above_one(call.tensors, names)
-        return call if names is call.names else call._replace(names=names)
+    def _forms(self, call: Call) -> list[tuple[Call, CallKey]]:
+        """`call` with its sizes, and with symbols for those that vary, and the keys of both.
+
+        A shape that has a program of its own, as the first one met, keeps to that.
+        """
+        names = self.sizes.names(call) if call.names is None else None
+        if names is None:
+            return [(call, self._key(call))]
+        named = call._replace(names=dims_above_one(call.tensors, names))
+        if not self.sizes.learns:
+            return [(named, self._key(named))]
+        key = self._key(call)
+        signature = self._signature(named)
+        of_named = key._replace(capture=key.capture._replace(signature=signature))
+        return [(call, key), (named, of_named)]
 
     def _step(self, call: Call, progress: Stages | None = None) -> Step:
-        called = self._key(call)
-        recent = self._recent_step(called, call)
+        forms = self._forms(call)
+        recent = self._recent_step(forms)
         if recent is not None:
             return recent
-        key, index = self._find(called, call)
-        of_new_shape = False
-        if index is None:
-            of_new_shape = self.sizes.meet(call)
-            if self.sizes.dynamic == AUTO:
-                call = self._named(call)
-                called = self._key(call)
-                key, index = self._find(called, call)
+        key, index = self._find_any(forms)
+        if index is None and self.sizes.learns:
+            self.sizes.meet(call)
+            forms = self._forms(call)[-1:]
+            key, index = self._find_any(forms)
+        call, called = forms[-1]
         step = None
         if index is not None:
             key = self._without_unread(key, index)
@@ -270,20 +264,30 @@ class Programs:
                     key, index = self._trace(call, described, progress)
                     key = self._without_unread(key, index)
                 step = self._rewrite(key, index, progress)
-            self._say(described, of_new_shape)
-        if call.names is None:
-            self._recent = [(called, step), *self._recent[: RECENT - 1]]
+            self._say(described)
+        for _, called in forms:
+            if key.capture == called.capture:  # as it is not if some of the symbols are fixed
+                self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
 
-    def _recent_step(self, called: CallKey, call: Call) -> Step | None:
-        """The program of a recent call with the key `called`, if it is right for this one."""
+    def _recent_step(self, forms: Sequence[tuple[Call, CallKey]]) -> Step | None:
+        """The program of a recent call like one of `forms`, if it is right for this one."""
         if self._watch.changed(self.changes.attributes):
             self._recent = []
             self._holding.clear()
-        for key, recent in self._recent:  # comparing takes less time than hashing
-            if key == called and self._answers(recent.capture, call):
-                return recent
+        for call, called in forms:
+            for key, recent in self._recent:  # comparing takes less time than hashing
+                if key == called and self._admits(recent.capture, call):
+                    return recent
         return None
+
+    def _find_any(self, forms: Sequence[tuple[Call, CallKey]]) -> tuple[CallKey, int | None]:
+        """The first that `_find` finds for one of `forms`."""
+        for call, called in forms:
+            key, index = self._find(called, call)
+            if index is not None:
+                break
+        return key, index
 
     def _find(self, key: CallKey, call: Call) -> tuple[CallKey, int | None]:
         """The key of a call, and the index of the capture that fits its sizes, if any.
@@ -291,9 +295,7 @@ class Programs:
         The key differs from `key` if some of the symbols are fixed for this call.
         """
         for index, captured in enumerate(self._captures.get(key.capture, ())):
-            sizes = captured.program.sizes
-            admits = sizes is None or sizes.admits(sizes.values(call.tensors))
-            if admits and self._holds(captured) and self._answers(captured, call):
+            if self._holds(captured) and self._admits(captured, call):
                 return key, index
         if call.names is not None and key.capture in self._fixed:
             fewer = call.without(self._fixed[key.capture])
@@ -310,8 +312,11 @@ class Programs:
             self._holding.add(id(captured))
         return True
 
-    def _answers(self, captured: Capture, call: Call) -> bool:
-        """Whether a call's values answer the questions of the model as they did for a capture."""
+    def _admits(self, captured: Capture, call: Call) -> bool:
+        """Whether a capture is valid for the sizes of a call, whose values answer its questions."""
+        sizes = captured.program.sizes
+        if sizes is not None and not sizes.admits(sizes.values(call.tensors)):
+            return False
         if not captured.questions:
             return True
         return captured.answered_otherwise(call.tensors, self.bindings.buffer) is None
@@ -340,20 +345,12 @@ class Programs:
             root = self._root()
             assert root is not None  # it makes this call
             self._training = (self.changes.version, training_flags(root))
-        method = call.entry.method
-        if method not in self._by_identity:
-            self._by_identity[method] = CodeWalk.of(self.meta_model, method).compares_identity
         device = self.bindings.group.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         grad = torch.is_grad_enabled()
         return CallKey(
             CaptureKey(
-                signature_of(
-                    call.tensors,
-                    call.structure,
-                    call.names,
-                    by_identity=self._by_identity[method],
-                ),
+                self._signature(call),
                 self._training[1],
                 grad,
                 autocast,
@@ -364,6 +361,13 @@ class Programs:
             self._resident.stale,
             self.bindings.accumulated.mode() if grad else REDUCED,
         )
+
+    def _signature(self, call: Call) -> tuple[Any, ...]:
+        method = call.entry.method
+        if method not in self._by_identity:
+            self._by_identity[method] = CodeWalk.of(self.meta_model, method).compares_identity
+        by_identity = self._by_identity[method]
+        return signature_of(call.tensors, call.structure, call.names, by_identity=by_identity)
 
     def _trace(
         self, call: Call, described: dict[str, str], progress: Stages, notes: tuple[str, ...] = ()
@@ -389,8 +393,8 @@ class Programs:
             if not unwanted:
                 raise
             self._fixed.setdefault(key.capture, set()).update(unwanted)
-            if self.sizes.dynamic == AUTO:
-                notes += (f'dynamic="auto" fixes {" and ".join(sorted(unwanted))}: {error}',)
+            if self.sizes.learns:
+                notes += (f"sizes that stay fixed: {', '.join(sorted(unwanted))}; {error}",)
                 self._log(notes[-1])
             fewer = call.without(unwanted)
             other, index = self._find(self._key(fewer), fewer)
@@ -488,7 +492,7 @@ class Programs:
 
     # -- telling the user -----------------------------------------------------------------------
 
-    def _say(self, described: dict[str, str], of_new_shape: bool) -> None:
+    def _say(self, described: dict[str, str]) -> None:
         """Log the reason of a further capture once; warn if there are more than `MANY`."""
         stale = described.pop(_STALE, None)
         if self._described and described == self._described[-1]:
@@ -508,10 +512,6 @@ class Programs:
         changes = [_change(what, last.get(what), described.get(what)) for what in changed]
         modes = [(one["mode"], one["gradients"]) for one in self._described]
         expected = _EXPECTED.issuperset(changed) or modes[-1] not in modes[:-1]
-        offer = self.sizes.offer()
-        if offer and of_new_shape:
-            expected = False
-            changes.append(f"{offer} in graphshard.compile makes one program for these sizes")
         self._log(
             f"graphshard captured program {len(self._described)}, since the call differs from the "
             f"last one: {'; '.join(changes)}",
@@ -523,11 +523,10 @@ class Programs:
                 for what, value in one.items():
                     values.setdefault(what, set()).add(value)
             varying = sorted(what for what, seen in values.items() if len(seen) > 1)
-            dynamic = f"pass {offer}" if offer else "name sizes that vary in dynamic="
             warn_user(
                 f"more than {MANY} programs were captured for one module, each taking time and "
-                f"memory; what keeps changing: {', '.join(varying)}; {dynamic}, pad "
-                "inputs to few sizes, or pass numbers as tensors",
+                f"memory; what keeps changing: {', '.join(varying)}; leave sizes to "
+                'dynamic="auto" or name them, pad inputs to few, or pass numbers as tensors',
             )
 
     def _log(self, text: str, *, expected: bool = False) -> None:

@@ -79,7 +79,7 @@ class ShardedModule(StateMethods, TrainingMethods, CallMethods):
         plan: ShardingPlan,
         group: Group,
         passes: Sequence[PassLike],
-        dynamic: Dynamic | Literal["auto"] | None = None,
+        dynamic: Dynamic | Literal["auto"] | None,
         agreement: Agreement | None = None,
     ) -> None:
         if agreement is None:  # the ranks have not met to make this module

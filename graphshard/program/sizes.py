@@ -268,7 +268,7 @@ class Sizes:
         reason = f", by {expression_text(line, self.names)}" if line is not None else ""
         at = f"\n  at {where}" if where else ""
         return (
-            f"{dim_text} was asked to be dynamic, but the model fixes it to {number}{reason}; "
+            f"{dim_text} is to be dynamic, but the model fixes it to {number}{reason}; "
             "leave it out of dynamic, have the model take any size there (len(x) and "
             "int(x.shape[0]) fix a size, x.shape[0] does not), or, if it takes others than this, "
             f"capture with an example of another size{at}"

@@ -21,7 +21,6 @@ from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.collectives import BoundCollective
 from graphshard.runtime.gather import AllGather
 from graphshard.runtime.lower import EVENTS, Bindings, lower, module_of, phase_of
-from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.region import Form, RegionCall, pack
 from graphshard.torch_private.compat import named_range, profiler_check
 from graphshard.torch_private.kernels import stated_results
@@ -221,7 +220,6 @@ class LoweredGraph:
     """
 
     def __init__(self, graph: fx.Graph, bindings: Bindings, regions: Regions | None) -> None:
-        require_reducible(graph, bindings.group)
         self.module = lower(graph, bindings, regions)
         self.fingerprint = Fingerprint.of(graph, bindings.plan)
         self._check = bindings.group.check

@@ -28,6 +28,7 @@ from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.lower import Bindings, put_back_on_error
 from graphshard.runtime.lowered import LoweredGraph
 from graphshard.runtime.origin import Replay, overwritten_by, tell
+from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
 from graphshard.runtime.shards import Shard, refuse_parameters
@@ -61,19 +62,22 @@ class Step:
         self.capture = capture
         self.program = program = capture.program
         self.bindings = bindings
+        require_reducible(program.graph, bindings.group)
         graphs = cut(program)
         self.saved = graphs.crossings
         self.forward_graph = LoweredGraph(graphs.forward, bindings, program.regions)
         self.fingerprint = self.forward_graph.fingerprint
-        # By the indices of outputs without a gradient.
+        self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
+        # By the indices of outputs without a gradient. Of several outputs a call may use one, so
+        # which backward they need is known when it runs.
         self._backwards: dict[tuple[int, ...], tuple[LoweredGraph, Program]] = {}
         if graphs.backward is not None:
-            backward = LoweredGraph(graphs.backward, bindings, program.regions)
-            self._backwards[()] = backward, program
-            self.fingerprint = self.fingerprint + backward.fingerprint
+            self.fingerprint += Fingerprint.of(graphs.backward, bindings.plan)
+            if len(self.differentiable) == 1:
+                lowered = LoweredGraph(graphs.backward, bindings, program.regions)
+                self._backwards[()] = lowered, program
         self.shards = [bindings.shards[p.fqn] for p in program.params]
         self.inputs_to_grad = [i for i, e in enumerate(program.inputs) if e.requires_grad]
-        self.differentiable = [i for i, e in enumerate(program.outputs) if e.tangent is not None]
         self._tangent_strides = [
             _strides_of(program.outputs[i].tangent.meta["val"], program.sizes)  # type: ignore[union-attr]
             for i in self.differentiable
@@ -141,13 +145,8 @@ class Step:
         return self.capture.result.build(outputs)
 
     def compile(self, progress: Stages | None = None) -> None:
-        """Compile the regions of forward, and of backward if there is one differentiable output.
-
-        With several outputs there is a backward for each set of them that gets gradients. Its
-        regions are compiled when it first runs.
-        """
-        graphs = self.lowered_graphs if len(self.differentiable) == 1 else [self.forward_graph]
-        forms = dict.fromkeys(form for graph in graphs for form in graph.forms())
+        """Compile the regions of forward, and of backward if there is one differentiable output."""
+        forms = dict.fromkeys(form for graph in self.lowered_graphs for form in graph.forms())
         if not forms:
             return
         compile_forms([*forms], self.bindings.group, progress or Progress())
@@ -243,22 +242,26 @@ class Step:
         """
         missing = tuple(i for i, t in zip(self.differentiable, tangents, strict=True) if t is None)
         if missing not in self._backwards:
-            program = self.program.copy()
-            drop = DropUnusedTangents(frozenset(missing))
-            drop.apply(program, self.bindings.plan)
-            if program.regions is not None:  # which have nodes that were dropped
-                fell_back = program.regions.fell_back
-                FormRegions().apply(program, self.bindings.plan)
-                program.regions = replace(program.regions, fell_back=fell_back)
-            if program.sizes is not None:
-                program.sizes.require_closed(drop.name)
-            verify(program, self.bindings.plan, after=drop.name)
+            program = self._without_tangents(missing) if missing else self.program
             backward = LoweredGraph(
                 cut_backward(program, self.saved), self.bindings, program.regions
             )
             compile_forms([*backward.forms()], self.bindings.group, Progress())
             self._backwards[missing] = backward, program
         return self._backwards[missing]
+
+    def _without_tangents(self, missing: Collection[int]) -> Program:
+        program = self.program.copy()
+        drop = DropUnusedTangents(frozenset(missing))
+        drop.apply(program, self.bindings.plan)
+        if program.regions is not None:  # which have nodes that were dropped
+            fell_back = program.regions.fell_back
+            FormRegions().apply(program, self.bindings.plan)
+            program.regions = replace(program.regions, fell_back=fell_back)
+        if program.sizes is not None:
+            program.sizes.require_closed(drop.name)
+        verify(program, self.bindings.plan, after=drop.name)
+        return program
 
     def with_traced_strides(
         self, tangents: Sequence[Tensor | None], sizes: tuple[int, ...]

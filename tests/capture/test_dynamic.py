@@ -242,7 +242,7 @@ def test_a_model_that_fixes_a_size_is_refused_with_its_line():
             dynamic={"x": IDS},
         )
     text = str(caught.value)
-    assert "dim 1 of args[0] (seq) was asked to be dynamic, but the model fixes it to 6" in text
+    assert "dim 1 of args[0] (seq) is to be dynamic, but the model fixes it to 6" in text
     assert "return F.relu(self.lin(x) + self.places)" in text
     assert isinstance(caught.value, CaptureError)
     assert caught.value.size == "seq"

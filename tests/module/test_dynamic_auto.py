@@ -1,9 +1,8 @@
-"""dynamic="auto" learns the sizes that change; without it, the log offers `dynamic` as code."""
+"""Sizes that change between calls are symbols from the second shape on."""
 
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def ids(*shape):
 
 
 def test_the_second_shape_makes_the_program_of_all_later_ones():
-    model, sharded = tied(dynamic="auto")
+    model, sharded = tied()
     counts = [
         step(model, sharded, *ids(*shape))
         for shape in [(4, 7), (4, 7), (3, 5), (4, 7), (2, 9), (6, 6), (5, 2)]
@@ -55,7 +54,7 @@ def test_the_second_shape_makes_the_program_of_all_later_ones():
 
 
 def test_the_smaller_last_batch_of_an_epoch_leaves_the_length_fixed():
-    model, sharded = tied(dynamic="auto")
+    model, sharded = tied()
     counts = [step(model, sharded, *ids(batch, 7)) for batch in (4, 4, 3, 4, 4, 2)]
     assert counts == [1, 1, 2, 2, 2, 2]
     assert "i64[batch, 7]" in full_text(sharded.program)
@@ -63,7 +62,7 @@ def test_the_smaller_last_batch_of_an_epoch_leaves_the_length_fixed():
 
 
 def test_a_batch_of_one_has_programs_of_its_own():
-    model, sharded = tied(dynamic="auto")
+    model, sharded = tied()
     counts = [
         step(model, sharded, *ids(*shape))
         for shape in [(1, 7), (1, 5), (1, 9), (3, 5), (1, 4), (2, 8), (2, 1), (4, 1)]
@@ -72,7 +71,7 @@ def test_a_batch_of_one_has_programs_of_its_own():
 
 
 def test_evaluation_knows_what_training_learned():
-    model, sharded = tied(dynamic="auto")
+    model, sharded = tied()
     for shape in [(4, 7), (3, 5)]:
         step(model, sharded, *ids(*shape))
     with torch.no_grad():
@@ -92,7 +91,7 @@ def two(m, x, y):
 def test_sizes_that_were_equal_by_chance_get_names_of_their_own():
     torch.manual_seed(0)
     model = Net(two, fc=linear())
-    sharded = graphshard.compile(model, POLICY, dynamic="auto")
+    sharded = graphshard.compile(model, POLICY)
     counts = [
         step(model, sharded, torch.randn(a, 4), torch.randn(b, 4))
         for a, b in [(5, 5), (3, 3), (6, 6), (2, 7), (5, 5), (8, 3)]
@@ -116,7 +115,7 @@ class Positions(nn.Module):
 def test_a_size_that_the_model_fixes_stays_fixed_with_a_note(caplog):
     torch.manual_seed(0)
     model = Positions()
-    sharded = graphshard.compile(model, POLICY, dynamic="auto")
+    sharded = graphshard.compile(model, POLICY)
     with caplog.at_level(logging.INFO, "graphshard"):
         counts = [
             step(model, sharded, torch.randn(batch, length, 4))
@@ -124,7 +123,7 @@ def test_a_size_that_the_model_fixes_stays_fixed_with_a_note(caplog):
         ]
     assert counts == [1, 2, 2, 3, 3, 4, 4]
     (note,) = [n for n in sharded.programs[1].notes if "dynamic" in n]
-    assert "dim 1 of args[0] (length) was asked to be dynamic, but the model fixes it to 5" in note
+    assert "dim 1 of args[0] (length) is to be dynamic, but the model fixes it to 5" in note
     assert "len(x[0])" in note
     assert not sharded.programs[3].notes  # given up, not asked again
     said = [record.getMessage() for record in caplog.records]
@@ -134,7 +133,7 @@ def test_a_size_that_the_model_fixes_stays_fixed_with_a_note(caplog):
 def test_a_broken_guard_captures_another_program_of_the_same_names():
     torch.manual_seed(0)
     model = Asks()
-    sharded = graphshard.compile(model, POLICY, dynamic="auto")
+    sharded = graphshard.compile(model, POLICY)
     shapes = [(2, 4), (3, 6), (2, 5), (3, 7), (4, 6)]
     for shape in shapes:
         x = torch.randn(*shape, 4)
@@ -142,62 +141,32 @@ def test_a_broken_guard_captures_another_program_of_the_same_names():
     assert len(sharded.programs) == 3
 
 
+def test_the_first_shape_keeps_its_program():
+    model, sharded = tied()
+    step(model, sharded, *ids(4, 7))
+    step(model, sharded, *ids(3, 5))
+    runs = [sharded._graphshard.programs.step_for(ids(*shape), {})[0] for shape in ((4, 7), (2, 9))]
+    assert [run.program for run in runs] == [*sharded.programs]
+    assert [run.program.sizes is None for run in runs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (POLICY, {"dynamic": None}),
+        (graphshard.SizePolicy(1, memory_budget="1GiB", recompute="budget"), {}),
+        (graphshard.SizePolicy(1, cuda_graph=True), {}),
+    ],
+)
+def test_each_shape_has_a_program_if_asked_or_where_a_policy_decides_by_it(policy, options):
+    model = TiedGPT(layers=1).eval()
+    sharded = graphshard.compile(model, policy, check=True, **options).eval()
+    assert [step(model, sharded, *ids(*s)) for s in [(4, 7), (3, 5), (2, 9)]] == [1, 2, 3]
+    assert all(program.sizes is None for program in sharded.programs)
+
+
 def test_a_plan_has_one_call_to_learn_from():
     with pytest.raises(PolicyError, match="learns from the calls of a sharded module"):
         graphshard.plan(TiedGPT(), POLICY, example_inputs=ids(4, 7), dynamic="auto")
     with pytest.raises(PolicyError, match='or be "auto"'):
         graphshard.compile(TiedGPT(), POLICY, dynamic="automatic")
-
-
-# -- the offer --------------------------------------------------------------------------------
-
-
-def offers(caplog):
-    """The `dynamic` arguments in the log, as Python would read them."""
-    texts = [re.search(r"dynamic=(\{.*\})", record.getMessage()) for record in caplog.records]
-    return [eval(text[1]) for text in texts if text]
-
-
-def test_the_third_shape_offers_code_that_makes_one_program(caplog):
-    model, sharded = tied()
-    with caplog.at_level(logging.INFO, "graphshard"):
-        step(model, sharded, *ids(4, 7))
-        step(model, sharded, *ids(3, 5))
-        assert not offers(caplog)
-        step(model, sharded, *ids(6, 9))
-        (offered,) = offers(caplog)
-        step(model, sharded, *ids(6, 9))
-        assert len(offers(caplog)) == 1
-    names = {0: "batch", 1: "length"}
-    assert offered == {"tokens": names, "targets": names}
-    model, sharded = tied(dynamic=offered)
-    assert [step(model, sharded, *ids(*s)) for s in [(4, 7), (3, 5), (6, 9), (2, 8)]] == [1] * 4
-
-
-class Images(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, batch, *, weight):
-        return (self.conv(batch["pixels"]).mean((1, 2, 3)) * weight).sum()
-
-
-def images(batch, height, width):
-    return {"pixels": torch.randn(batch, 3, height, width)}, torch.rand(batch)
-
-
-def test_the_offer_names_what_changed_by_its_path(caplog):
-    sharded = graphshard.compile(Images(), POLICY)
-    shapes = [(4, 8, 9), (3, 8, 7), (6, 8, 12)]
-    with caplog.at_level(logging.INFO, "graphshard"):
-        for shape in shapes:
-            batch, weight = images(*shape)
-            sharded(batch, weight=weight)
-    (offered,) = offers(caplog)
-    assert offered == {"batch['pixels']": {0: "batch", 3: "batch_pixels_3"}, "weight": {0: "batch"}}
-    model = Images()
-    again = graphshard.compile(model, POLICY, dynamic=offered)
-    for shape in shapes:
-        batch, weight = images(*shape)
-        assert step(model, again, batch, weight=weight) == 1
