@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphshard.capture.alike import FEWEST, Block, Form
+from graphshard.capture.kv_cache import Filled
 from graphshard.capture.places import Place, Version
 from graphshard.capture.structure import Structure
 
@@ -40,6 +41,7 @@ class Kind:
         or code that takes them by other means than their names.
     around: the state besides the block's own that the run had read by the end of that call.
     writes: how often the run had assigned attributes by then.
+    filled: what the first call put into a cache of keys and values.
     result: the structure of what a call returns.
     sources: where each tensor of the result is from: (True, number of an input), or (False, number
         of an own result).
@@ -56,6 +58,7 @@ class Kind:
     by_all: bool = False
     around: list[tuple[Place | Version, Any]] = field(default_factory=list)
     writes: int = 0
+    filled: Filled | None = None
     result: Structure | None = None
     sources: tuple[tuple[bool, int], ...] = ()
     forms: tuple[Form, ...] = ()

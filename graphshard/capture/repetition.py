@@ -34,6 +34,7 @@ from graphshard.capture.borders import (
 )
 from graphshard.capture.checkpoints import compared_mode, policies_with_state
 from graphshard.capture.code_walk import CodeWalk
+from graphshard.capture.kv_cache import NUMBER, Filled, KVCache
 from graphshard.capture.places import MISSING
 from graphshard.capture.reads import Reads
 from graphshard.capture.side_effects import Effects, ModuleState
@@ -61,7 +62,8 @@ class _Call:
 
     def __init__(self, block: Block, args: Any, kwargs: Any) -> None:
         self.block, self.args, self.kwargs = block, args, kwargs
-        self.tensors, self.structure = take_apart((args, kwargs), name="")
+        self.cache = KVCache.among((*args, *kwargs.values()))
+        self.tensors, self.structure = self._taken_apart(args, kwargs)
         self.weights = block.weights()
         installed = [table[name] for table, name in self.weights]
         self.inputs = [*{id(tensor): tensor for tensor in (*self.tensors, *installed)}.values()]
@@ -117,17 +119,39 @@ class _Call:
         )
         return self.block.likeness, call, attributes, ambient
 
+    @property
+    def filled(self) -> Filled | None:
+        """What it put into a cache; None if there is none, or it did something else with it."""
+        return None if self.cache is None else self.cache.filled
+
+    def _taken_apart(self, args: Any, kwargs: Any) -> tuple[list[Tensor], Structure]:
+        if self.cache is not None:
+            args, kwargs = self.cache.taken_out(args, kwargs)
+        return take_apart((args, kwargs), name="")
+
     def run(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, bool]:
-        """Call `forward` with `inputs`; returns what it does, and whether it changed none."""
+        """Call `forward` with `inputs`; returns what it does, and whether it changed none.
+
+        With the tensors that it put into a cache.
+        """
         args, kwargs = self.args, self.kwargs
         if inputs is not self.inputs:
             args, kwargs = self.structure.build([inputs[place] for place in self.arguments])
+            if self.cache is not None:
+                args, kwargs = self.cache.put_in(args, kwargs)
         before = [*map(_state_of, inputs)]
         self._install(inputs)
-        output = forward(*args, **kwargs)
-        tensors, structure = take_apart((args, kwargs), name="")
+        cached: list[Tensor] = []
+        if self.cache is None:
+            output = forward(*args, **kwargs)
+        else:
+            with self.cache.watched(self.block.modules):
+                output = forward(*args, **kwargs)
+            cached = self.cache.tensors(self.block.modules)
+        tensors, structure = self._taken_apart(args, kwargs)
         unchanged = (
-            structure == self.structure
+            (self.cache is None or self.filled is not None)
+            and structure == self.structure
             and [*map(id, tensors)] == [id(inputs[place]) for place in self.arguments]
             and self.block.weights() == self.weights
             and all(
@@ -139,7 +163,7 @@ class _Call:
         )
         if inputs is not self.inputs:
             self._install(self.inputs)
-        return output, unchanged
+        return (output, cached), unchanged
 
     def _install(self, inputs: Sequence[Tensor]) -> None:
         for (table, name), place in zip(self.weights, self.installed, strict=True):
@@ -150,10 +174,11 @@ class Repetition:
     """Which calls of a model's blocks repeat others, in the two runs of a trace.
 
     used: whether any call was left out; never if it is not `wanted`.
+    watched: whether a call had a number of its layer that tells who looks at it.
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self.used = False
+        self.used = self.watched = False
         self._wanted = wanted
         self._blocks: list[Block] = []
         self.kinds: list[Kind] = []
@@ -231,6 +256,7 @@ class Repetition:
             call = _Call(block, args, kwargs)
         except CaptureError:  # an argument cannot be taken apart
             call = None
+        self.watched |= call is not None and call.cache is not None
         again = block.fqn in self._called  # gradients of several uses are not one sum
         self._called.add(block.fqn)
         if (
@@ -244,7 +270,7 @@ class Repetition:
         if self._runs == 1 and not self._uses_alone(call):
             return forward(*args, **kwargs)
         key = call.key(self._modes, self._attributes)
-        kind = next((k for k in self.kinds if k.key == key and self._reads_alike(k, block)), None)
+        kind = next((k for k in self.kinds if k.key == key and self._is_alike(k, call)), None)
         if kind is None:
             return self._trace_first(Kind(key, block), call, forward)
         kind.met += 1
@@ -270,9 +296,12 @@ class Repetition:
                     self._give_up(call.block)
         return alone
 
-    def _reads_alike(self, kind: Kind, block: Block) -> bool:
+    def _is_alike(self, kind: Kind, call: _Call) -> bool:
+        """Whether the Python state that the first call read is alike here."""
+        block, cache, filled = call.block, call.cache, kind.filled
         return (
             kind.writes == self._reads.writes
+            and (cache is None or not filled or cache.is_empty_at(block.modules, filled))
             and all(
                 exact(vars(block.modules[path]).get(name, MISSING)) == value
                 for path, name, value in kind.reads
@@ -287,6 +316,7 @@ class Repetition:
         asked = self._questions()
         output, pure = call.run(forward, call.inputs)
         pure = pure and self._questions() == asked
+        kind.filled = call.filled
         effects = Effects()
         for each in before:
             each.tell_changes(effects)
@@ -296,6 +326,7 @@ class Repetition:
         kind.reads = [
             (path, name, exact(vars(modules[path]).get(name, MISSING)))
             for path, name in self._reads.attributes_of({id(modules[p]): p for p in modules})
+            if not (kind.filled and name == NUMBER)  # by which it fills its layer alone
         ]
         tables = {id(vars(module)) for module in modules.values()}
         kind.around = [
@@ -317,7 +348,7 @@ class Repetition:
             self.kinds.append(kind)
         else:
             self._give_up(kind.block)
-        return output
+        return output[0]
 
     def _questions(self) -> tuple[int, ...]:
         """How often there were questions that alike calls may answer otherwise."""
@@ -346,19 +377,19 @@ class Repetition:
         own, result, sources = _taken_apart(output, inputs)
         forms = tuple(map(Form.of, own))
         pure = pure and self._are_plain(own)
-        if not pure or (result, sources, forms) != (kind.result, kind.sources, kind.forms):
+        alike = (result, sources, forms) == (kind.result, kind.sources, kind.forms)
+        if not pure or not alike or call.filled != kind.filled:
             raise RepetitionError("two calls return differently", kind)
-        return _result(kind, call.inputs, Border.apply(kind, number, EXIT, *own))
+        return _result(kind, call, Border.apply(kind, number, EXIT, *own))
 
     def _leave_out(self, kind: Kind, call: _Call) -> Any:
         for path, name, _ in kind.reads:
             self._reads.note(call.block.modules[path], name)
+        if kind.filled is not None:
+            self._reads.note(call.block.modules[kind.filled.path], NUMBER)
         self.used = True
-        return _result(
-            kind,
-            call.inputs,
-            LeftOut.apply(kind, self._number(), len({*call.arguments}), *call.inputs),
-        )
+        own = LeftOut.apply(kind, self._number(), len({*call.arguments}), *call.inputs)
+        return _result(kind, call, own)
 
     def _number(self) -> int:
         self._calls += 1
@@ -402,7 +433,11 @@ def _taken_apart(
     return [*own.values()], structure, sources
 
 
-def _result(kind: Kind, inputs: Sequence[Tensor], own: Sequence[Tensor]) -> Any:
+def _result(kind: Kind, call: _Call, own: Sequence[Tensor]) -> Any:
+    """What a call returns whose own results are `own`; those of a cache are put there."""
     assert kind.result is not None
-    tensors = [(inputs if is_input else own)[number] for is_input, number in kind.sources]
-    return kind.result.build(tensors)
+    tensors = [(call.inputs if is_input else own)[number] for is_input, number in kind.sources]
+    output, cached = kind.result.build(tensors)
+    if call.cache is not None and kind.filled is not None:
+        call.cache.fill(call.block.modules, kind.filled, cached)
+    return output

@@ -158,9 +158,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cache", [False, True], ids=["", "with a cache"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_program_of_a_model_of_transformers(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, cache: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     head, sizes = FAMILIES[family]
@@ -168,11 +169,71 @@ def test_the_program_of_a_model_of_transformers(
     with torch.device("meta"):
         model = getattr(transformers, family + head)(config)
         ids = torch.zeros(2, 8, dtype=torch.long)
-    call = {"input_ids": ids, "labels": ids}
+    call = {"input_ids": ids, "labels": ids, "use_cache": cache}
     for names in (None, [{0: "batch", 1: "length"}] * 2):
         captured, whole, repeats = _both(monkeypatch, model, kwargs=call, names=names)
         _assert_same(captured, whole)
-        assert repeats
+        assert repeats != (cache and family == "Gemma2")  # whose layers keep a part of the keys
+
+
+class Caching(nn.Module):
+    """A block that fills a layer of a cache, and is `odd` with its number or the cache."""
+
+    def __init__(self, number: int, odd: str) -> None:
+        super().__init__()
+        self.layer_idx, self.odd = number, odd
+        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        number = self.layer_idx
+        if self.odd == "scales by the number":
+            x = x * (number + 1)
+        if self.odd == "takes an item by the number":
+            x = x * [*range(DEPTH)][number]
+        if self.odd == "requires an int":
+            assert isinstance(number, int)
+        if self.odd == "asks for the length" and cache.get_seq_length():
+            x = x.relu()
+        if self.odd == "reads another layer" and number:
+            x = x + cache.layers[number - 1].keys[0]
+        if self.odd == "gives the number otherwise":
+            number = number + 0
+        keys, values = cache.update(self.keys(x)[None], self.values(x)[None], number)
+        if self.odd == "fills twice":
+            keys, values = cache.update(keys, values, number)
+        return x + keys[0, : len(x)].sigmoid() * values[0, : len(x)]
+
+
+class Cached(nn.Module):
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Caching(number, odd) for number in range(DEPTH)])
+
+    def forward(self, x: Tensor) -> Any:
+        cache = pytest.importorskip("transformers").DynamicCache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.square().sum(), cache
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "",
+        "scales by the number",
+        "takes an item by the number",
+        "requires an int",
+        "asks for the length",
+        "reads another layer",
+        "gives the number otherwise",
+        "fills twice",
+    ],
+)
+def test_blocks_that_fill_a_cache(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    captured, whole, repeats = _both(monkeypatch, Cached(odd), torch.randn(4, WIDTH))
+    _assert_same(captured, whole)
+    assert repeats == (not odd)
 
 
 def test_a_fast_path_of_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
