@@ -48,8 +48,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "overlap": ({"schedule": "overlap", "hardware": "cpu-gloo"}, {}),
     "recompute": ({"recompute": "units"}, {}),
     "inductor": ({}, {"backend": "inductor"}),
+    "sizes": ({}, {}),
 }
-"""Ways to run it: options of the policy, and of `compile`."""
+"""Ways to run it: options of the policy, and of `compile`; "sizes" captures a larger batch, too."""
 
 
 def run(model: nn.Module, specimen: Specimen, rank: int) -> Run:
@@ -105,7 +106,8 @@ def compare(specimen: Specimen, rank: int, ways: list[str]) -> dict[str, str]:
         options, how = WAYS[way]
         try:
             model = specimen.model()
-            sharded = graphshard.compile(model, policy_of(model, options), **how)
+            first = larger(specimen) if way == "sizes" else {}
+            sharded = graphshard.compile(model, policy_of(model, options), **how, **first)
             units = [unit.fqn for unit in sharded.plan.units]
             found[way] = gap(run(sharded, specimen, rank), expected)
         except Exception as error:
@@ -117,6 +119,15 @@ def compare(specimen: Specimen, rank: int, ways: list[str]) -> dict[str, str]:
     except Exception as error:
         found["fully_shard"] = f"{type(error).__name__}: {error}"
     return found
+
+
+def larger(specimen: Specimen) -> dict[str, Any]:
+    """The example of `compile` with twice as many samples as a batch, which are two."""
+    tensors = torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: torch.cat([t, t]) if t.shape[:1] == (2,) else t, specimen.batch()
+    )
+    is_named = isinstance(tensors, dict)
+    return {"example_kwargs": tensors} if is_named else {"example_inputs": tensors}
 
 
 def policy_of(model: nn.Module, options: dict[str, Any]) -> graphshard.Policy:

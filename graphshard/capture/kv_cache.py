@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphshard.torch_private.patches import patched
+
 NUMBER = "layer_idx"
 """The attribute of a module that is the number of its layer."""
 
@@ -79,15 +81,12 @@ class KVCache:
         self.filled, self._updates, self._looked_at = None, [], False
         tables = {path: vars(module) for path, module in modules.items()}
         numbers = {path: table[NUMBER] for path, table in tables.items() if NUMBER in table}
-        for path, number in numbers.items():
-            tables[path][NUMBER] = _Number(number, path, self)
-        kind, cache.__class__ = type(cache), _watched(type(cache), self)
-        try:
-            yield
-        finally:
-            cache.__class__ = kind
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(patched(cache, "__class__", _watched(type(cache), self)))
             for path, number in numbers.items():
-                tables[path][NUMBER] = number
+                told = _Number(number, path, self)
+                patches.enter_context(patched(tables[path], NUMBER, told, where=NUMBER))
+            yield
         if self._looked_at or len(self._updates) != 1 or not _same(vars(cache), attributes):
             return
         (path,) = self._updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -222,31 +222,38 @@ class Programs:
         self._resident.look_for_signs()
         return self._step(Call(tensors, structure, MAIN_ENTRY, names), progress)
 
-    def _forms(self, call: Call) -> list[tuple[Call, CallKey]]:
+    def _forms(self, call: Call) -> Iterator[tuple[Call, CallKey]]:
         """`call` with its sizes, and with symbols for those that vary, and the keys of both.
 
         A shape that has a program of its own, as the first one met, keeps to that.
         """
+        first = call if self.sizes.learns else self._named(call)
+        key = self._key(first)
+        yield first, key
+        named = self._named(first)
+        if named is not first:
+            capture = key.capture._replace(signature=self._signature(named))
+            yield named, key._replace(capture=capture)
+
+    def _named(self, call: Call) -> Call:
+        """`call` with the dimensions that are symbols now."""
         names = self.sizes.names(call) if call.names is None else None
-        if names is None:
-            return [(call, self._key(call))]
-        named = call._replace(names=dims_above_one(call.tensors, names))
-        if not self.sizes.learns:
-            return [(named, self._key(named))]
-        key = self._key(call)
-        signature = self._signature(named)
-        of_named = key._replace(capture=key.capture._replace(signature=signature))
-        return [(call, key), (named, of_named)]
+        return call if names is None else call._replace(names=dims_above_one(call.tensors, names))
 
     def _step(self, call: Call, progress: Stages | None = None) -> Step:
-        forms = self._forms(call)
-        recent = self._recent_step(forms)
-        if recent is not None:
-            return recent
+        if self._watch.changed(self.changes.attributes):
+            self._recent = []
+            self._holding.clear()
+        forms = []
+        for form in self._forms(call):
+            recent = self._recent_step(*form)
+            if recent is not None:
+                return recent
+            forms.append(form)
         key, index = self._find_any(forms)
         if index is None and self.sizes.learns:
             self.sizes.meet(call)
-            forms = self._forms(call)[-1:]
+            forms = [*self._forms(call)][-1:]
             key, index = self._find_any(forms)
         call, called = forms[-1]
         step = None
@@ -270,15 +277,11 @@ class Programs:
                 self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
 
-    def _recent_step(self, forms: Sequence[tuple[Call, CallKey]]) -> Step | None:
-        """The program of a recent call like one of `forms`, if it is right for this one."""
-        if self._watch.changed(self.changes.attributes):
-            self._recent = []
-            self._holding.clear()
-        for call, called in forms:
-            for key, recent in self._recent:  # comparing takes less time than hashing
-                if key == called and self._admits(recent.capture, call):
-                    return recent
+    def _recent_step(self, call: Call, called: CallKey) -> Step | None:
+        """The program of a recent call with the key `called`, if it is right for this one."""
+        for key, recent in self._recent:  # comparing takes less time than hashing
+            if key == called and self._admits(recent.capture, call):
+                return recent
         return None
 
     def _find_any(self, forms: Sequence[tuple[Call, CallKey]]) -> tuple[CallKey, int | None]:
