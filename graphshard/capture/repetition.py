@@ -13,6 +13,7 @@ tensors, repeats nothing. Whatever does not fit ends the trace, and another one 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from inspect import getattr_static
@@ -50,6 +51,8 @@ from graphshard.torch_private.trace import (
     storage_key,
     write_count,
 )
+
+_logger = logging.getLogger("graphshard")
 
 _DEVICES = ("cpu", "cuda")
 
@@ -265,7 +268,7 @@ class Repetition:
             or not call.fits(self._attributes)
             or block.hooks() != self._hooks[block.fqn]
         ):
-            self._give_up(block)
+            self._give_up(block, "it is called twice, has hooks, or gets other than plain data")
             return forward(*args, **kwargs)
         if self._runs == 1 and not self._uses_alone(call):
             return forward(*args, **kwargs)
@@ -292,8 +295,8 @@ class Repetition:
                 block, _ = self._used.setdefault(id(tensor), (call.block, tensor))
                 if block is not call.block:
                     alone = False
-                    self._give_up(block)
-                    self._give_up(call.block)
+                    for each in (block, call.block):
+                        self._give_up(each, "others get the same argument, which needs a gradient")
         return alone
 
     def _is_alike(self, kind: Kind, call: _Call) -> bool:
@@ -347,7 +350,7 @@ class Repetition:
             kind.met = 1
             self.kinds.append(kind)
         else:
-            self._give_up(kind.block)
+            self._give_up(kind.block, "it asks for values, or changes more than what it returns")
         return output[0]
 
     def _questions(self) -> tuple[int, ...]:
@@ -359,7 +362,9 @@ class Repetition:
         """Whether copies of them are the same to all code."""
         return all(not is_real(each) and vars(each).keys() <= self._attributes for each in tensors)
 
-    def _give_up(self, block: Block) -> None:
+    def _give_up(self, block: Block, why: str) -> None:
+        if block.likeness not in self._unfit:
+            _logger.info("blocks like %s are traced one by one: %s", block.fqn, why)
         self._unfit.add(block.likeness)
         for kind in self.kinds:
             if kind.block.likeness == block.likeness:

@@ -208,9 +208,10 @@ class Cached(nn.Module):
     def __init__(self, odd: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Caching(number, odd) for number in range(DEPTH)])
+        self.cache = pytest.importorskip("transformers").DynamicCache
 
     def forward(self, x: Tensor) -> Any:
-        cache = pytest.importorskip("transformers").DynamicCache()
+        cache = self.cache()
         for block in self.blocks:
             x = block(x, cache)
         return x.square().sum(), cache
@@ -282,6 +283,9 @@ def test_what_blocks_differ_in_is_logged(caplog: pytest.LogCaptureFixture) -> No
         capture(EachUsed(at="each"), (torch.randn(4, WIDTH),))
     assert "blocks are traced one by one" in caplog.text
     assert "is used inside and outside of a block" in caplog.text
+    with caplog.at_level(logging.INFO, "graphshard"):
+        capture(Cached("fills twice"), (torch.randn(4, WIDTH),))
+    assert "blocks like blocks.0 are traced one by one: it asks for values, or" in caplog.text
 
 
 def test_a_value_read_in_any_block_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
