@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_cache_models import FillingBlocks
 from repeated_blocks import DEPTH, HIDING, REPEATED, WHOLE, WIDTH, EachUsed, Stack, encoder
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -176,45 +177,8 @@ def test_the_program_of_a_model_of_transformers(
         assert repeats != (cache and family == "Gemma2")  # whose layers keep a part of the keys
 
 
-class Caching(nn.Module):
-    """A block that fills a layer of a cache, and is `odd` with its number or the cache."""
-
-    def __init__(self, number: int, odd: str) -> None:
-        super().__init__()
-        self.layer_idx, self.odd = number, odd
-        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
-        number = self.layer_idx
-        if self.odd == "scales by the number":
-            x = x * (number + 1)
-        if self.odd == "takes an item by the number":
-            x = x * [*range(DEPTH)][number]
-        if self.odd == "requires an int":
-            assert isinstance(number, int)
-        if self.odd == "asks for the length" and cache.get_seq_length():
-            x = x.relu()
-        if self.odd == "reads another layer" and number:
-            x = x + cache.layers[number - 1].keys[0]
-        if self.odd == "gives the number otherwise":
-            number = number + 0
-        keys, values = cache.update(self.keys(x)[None], self.values(x)[None], number)
-        if self.odd == "fills twice":
-            keys, values = cache.update(keys, values, number)
-        return x + keys[0, : len(x)].sigmoid() * values[0, : len(x)]
-
-
-class Cached(nn.Module):
-    def __init__(self, odd: str) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Caching(number, odd) for number in range(DEPTH)])
-        self.cache = pytest.importorskip("transformers").DynamicCache
-
-    def forward(self, x: Tensor) -> Any:
-        cache = self.cache()
-        for block in self.blocks:
-            x = block(x, cache)
-        return x.square().sum(), cache
+def _cache() -> Any:
+    return pytest.importorskip("transformers").DynamicCache
 
 
 @pytest.mark.parametrize(
@@ -232,7 +196,9 @@ class Cached(nn.Module):
 )
 def test_blocks_that_fill_a_cache(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    captured, whole, repeats = _both(monkeypatch, Cached(odd), torch.randn(4, WIDTH))
+    captured, whole, repeats = _both(
+        monkeypatch, FillingBlocks(odd, _cache()), torch.randn(4, WIDTH)
+    )
     _assert_same(captured, whole)
     assert repeats == (not odd)
 
@@ -284,7 +250,7 @@ def test_what_blocks_differ_in_is_logged(caplog: pytest.LogCaptureFixture) -> No
     assert "blocks are traced one by one" in caplog.text
     assert "is used inside and outside of a block" in caplog.text
     with caplog.at_level(logging.INFO, "graphshard"):
-        capture(Cached("fills twice"), (torch.randn(4, WIDTH),))
+        capture(FillingBlocks("fills twice", _cache()), (torch.randn(4, WIDTH),))
     assert "blocks like blocks.0 are traced one by one: it asks for values, or" in caplog.text
 
 
