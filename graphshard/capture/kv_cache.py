@@ -1,14 +1,16 @@
 """The cache of keys and values that a model of transformers gives each block, to fill a layer of.
 
 Such a call changes an argument, and reads the number of its layer, by which no other call is like
-it. Here the cache is no argument, and what a call puts there is part of what it returns. The call
-is watched: if it does anything with cache or number but to fill an empty layer, it is as it was.
+it. Here the cache is no argument, and what a call puts there is part of what it returns. In the
+first run of a trace the call is watched: if it does anything with cache or number but to fill an
+empty layer, it is as it was. The nodes of the graph are those of the second run, as in eager.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphshard.capture.code_walk import in_library
 from graphshard.torch_private.patches import patched
 
 NUMBER = "layer_idx"
@@ -46,7 +49,7 @@ class KVCache:
 
     value: Any
     filled: Filled | None = None
-    _updates: list[Any] = field(default_factory=list)
+    _fills: list[str] = field(default_factory=list)
     _looked_at: bool = False
 
     @staticmethod
@@ -73,24 +76,24 @@ class KVCache:
         return tuple(map(swap, args)), {name: swap(value) for name, value in kwargs.items()}
 
     @contextlib.contextmanager
-    def watched(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watch a call of a block of these `modules`, and set `filled` at its end."""
-        cache = self.value
-        layers, attributes = [*cache.layers], dict(vars(cache))
+    def watched(self, modules: Mapping[str, nn.Module], known: Filled | None) -> Iterator[None]:
+        """A call of a block of these `modules`, at whose end `filled` is set.
+
+        known: what calls of its kind fill; None: the call is the first of it, and watched.
+        """
+        layers, attributes = [*self.value.layers], dict(vars(self.value))
         before = [dict(vars(layer)) for layer in layers]
-        self.filled, self._updates, self._looked_at = None, [], False
-        tables = {path: vars(module) for path, module in modules.items()}
-        numbers = {path: table[NUMBER] for path, table in tables.items() if NUMBER in table}
-        with contextlib.ExitStack() as patches:
-            patches.enter_context(patched(cache, "__class__", _watched(type(cache), self)))
-            for path, number in numbers.items():
-                told = _Number(number, path, self)
-                patches.enter_context(patched(tables[path], NUMBER, told, where=NUMBER))
+        self.filled, self._fills, self._looked_at = None, [], False
+        if known is None:
+            with self._telling(modules):
+                yield
+        else:
             yield
-        if self._looked_at or len(self._updates) != 1 or not _same(vars(cache), attributes):
+            self._fills.append(known.path)
+        if self._looked_at or len(self._fills) != 1 or not _same(vars(self.value), attributes):
             return
-        (path,) = self._updates
-        place, now = numbers[path], [*cache.layers]
+        (path,) = self._fills
+        place, now = vars(modules[path])[NUMBER], [*self.value.layers]
         if len(now) == len(layers) + 1 == place + 1:
             layers.append(now[-1])
             before.append({"is_initialized": False})
@@ -105,6 +108,58 @@ class KVCache:
             names = tuple(name for name, value in layer.items() if isinstance(value, Tensor))
             plain = {name: value for name, value in layer.items() if name not in names}
             self.filled = Filled(path, names, plain)
+
+    @contextlib.contextmanager
+    def _telling(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Cache and numbers tell what is done with them."""
+        cache, kind = self.value, type(self.value)
+        inside: list[Any] = []
+        read: Any = kind.__getattribute__
+        fill: Any = kind.update
+
+        def __getattribute__(owner: Any, name: str) -> Any:  # noqa: N807
+            if owner is cache and not inside and name not in ("update", "__class__"):
+                self.note_look()
+            return read(owner, name)
+
+        def update(
+            owner: Any,
+            key_states: Any,
+            value_states: Any,
+            layer_idx: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if owner is cache and type(layer_idx) is _Number:
+                self._fills.append(layer_idx.path)
+                layer_idx = layer_idx.value
+            elif owner is cache:
+                self.note_look()
+            inside.append(owner)
+            try:
+                return fill(owner, key_states, value_states, layer_idx, *args, **kwargs)
+            finally:
+                inside.pop()
+
+        self._looked_at = any(map(_asks_for_types, modules.values()))
+        numbers = [
+            (vars(module), _Number(vars(module)[NUMBER], path, self))
+            for path, module in modules.items()
+            if type(vars(module).get(NUMBER)) is int
+        ]
+        for table, number in numbers:
+            table[NUMBER] = number
+        try:
+            with (
+                patched(kind, "__getattribute__", __getattribute__),
+                patched(kind, "update", update),
+            ):
+                yield
+        finally:
+            for table, number in numbers:
+                self._looked_at |= table.get(NUMBER) is not number  # it was assigned
+                if table.get(NUMBER) is number:
+                    table[NUMBER] = number.value
 
     def tensors(self, modules: Mapping[str, nn.Module]) -> list[Tensor]:
         """Those that the last call of a block of these `modules` put there."""
@@ -132,14 +187,6 @@ class KVCache:
             return _is_plain(self.value.layer_class_to_replicate)
         return _is_plain(type(layers[place])) and not layers[place].is_initialized
 
-    def note_update(self, number: Any) -> int:
-        """Note that a call fills the layer of a `number`; returns it as an int."""
-        if isinstance(number, _Number):
-            self._updates.append(number.path)
-            return number.value
-        self._looked_at = True
-        return int(number)
-
     def note_look(self) -> None:
         """Note that a call does something else with the cache, or with the number of its layer."""
         self._looked_at = True
@@ -154,26 +201,15 @@ def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     return now.keys() == before.keys() and all(now[name] is before[name] for name in now)
 
 
-def _watched(kind: type, watch: KVCache) -> Any:
-    """A class whose instances tell `watch` what is done with them."""
-    inside: list[bool] = []
-
-    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
-        if not inside and name not in ("update", "__class__"):  # of which isinstance asks
-            watch.note_look()
-        return super(watched, self).__getattribute__(name)
-
-    def update(self: Any, keys: Any, values: Any, number: Any, *args: Any, **kwargs: Any) -> Any:
-        number = watch.note_update(number)
-        inside.append(True)
-        try:
-            return super(watched, self).update(keys, values, number, *args, **kwargs)
-        finally:
-            inside.pop()
-
-    methods = {"__getattribute__": __getattribute__, "update": update}
-    watched: Any = type(kind.__name__, (kind,), methods)
-    return watched
+def _asks_for_types(module: nn.Module) -> bool:
+    """Whether a method uses the number of its layer, and `type`, which no number can tell."""
+    methods = (
+        inspect.unwrap(value)
+        for base in type(module).__mro__
+        for name, value in vars(base).items()
+        if inspect.isfunction(value) and name != "__init__"
+    )
+    return any({NUMBER, "type"} <= {*method.__code__.co_names} for method in methods)
 
 
 class _Number:
@@ -182,19 +218,30 @@ class _Number:
     def __init__(self, value: int, path: str, watch: KVCache) -> None:
         self.value, self.path, self.watch = value, path, watch
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # of which isinstance asks
+        if not in_library(sys._getframe(1).f_globals.get("__name__")):
+            self.watch.note_look()
+        return int
+
+    def __getattr__(self, name: str) -> Any:
+        self.watch.note_look()
+        return getattr(self.value, name)
+
 
 def _looking(name: str) -> Any:
     def method(self: _Number, *args: Any) -> Any:
         self.watch.note_look()
-        numbers = [each.value if isinstance(each, _Number) else each for each in args]
+        numbers = [each.value if type(each) is _Number else each for each in args]
         return getattr(self.value, name)(*numbers)
 
     return method
 
 
-_COMPARISONS = {f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash")}
+_ALSO = {
+    f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "hash", "repr", "str", "format")
+}
 
-_TEXTS = {"__repr__", "__str__", "__format__"}
-
-for _name in ({*vars(int)} - {*vars(object), "__getnewargs__"}) | _COMPARISONS | _TEXTS:
-    setattr(_Number, _name, _looking(_name))
+for _name in {name for name in vars(int) if name.startswith("__")} - {*vars(object)} | _ALSO:
+    if _name != "__getnewargs__":
+        setattr(_Number, _name, _looking(_name))

@@ -133,7 +133,7 @@ class Way:
         """
         cause = error.__cause__
         writes = isinstance(error, WriteError) or isinstance(cause, WriteError)
-        if (self.repetition.used or self.repetition.watched) and not writes:
+        if (self.repetition.used or self.repetition.tells) and not writes:
             found = error if isinstance(error, RepetitionError) else cause
             _logger.info("blocks are traced one by one: %s", found or error)
             return replace(self, repetition=self.repetition.without(found))

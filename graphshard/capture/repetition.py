@@ -132,10 +132,18 @@ class _Call:
             args, kwargs = self.cache.taken_out(args, kwargs)
         return take_apart((args, kwargs), name="")
 
-    def run(self, forward: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, bool]:
+    def run(
+        self,
+        forward: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        *,
+        tells: bool = False,
+        known: Filled | None = None,
+    ) -> tuple[Any, bool]:
         """Call `forward` with `inputs`; returns what it does, and whether it changed none.
 
-        With the tensors that it put into a cache.
+        With the tensors that it put into a cache, which is watched if the cache `tells`, or if it
+        is `known` what calls of its kind put there.
         """
         args, kwargs = self.args, self.kwargs
         if inputs is not self.inputs:
@@ -145,10 +153,10 @@ class _Call:
         before = [*map(_state_of, inputs)]
         self._install(inputs)
         cached: list[Tensor] = []
-        if self.cache is None:
+        if self.cache is None or not (tells or known):
             output = forward(*args, **kwargs)
         else:
-            with self.cache.watched(self.block.modules):
+            with self.cache.watched(self.block.modules, known):
                 output = forward(*args, **kwargs)
             cached = self.cache.tensors(self.block.modules)
         tensors, structure = self._taken_apart(args, kwargs)
@@ -177,11 +185,11 @@ class Repetition:
     """Which calls of a model's blocks repeat others, in the two runs of a trace.
 
     used: whether any call was left out; never if it is not `wanted`.
-    watched: whether a call had a number of its layer that tells who looks at it.
+    tells: whether a call is under way in which cache and number of the layer tell what is done.
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self.used = self.watched = False
+        self.used = self.tells = False
         self._wanted = wanted
         self._blocks: list[Block] = []
         self.kinds: list[Kind] = []
@@ -259,7 +267,6 @@ class Repetition:
             call = _Call(block, args, kwargs)
         except CaptureError:  # an argument cannot be taken apart
             call = None
-        self.watched |= call is not None and call.cache is not None
         again = block.fqn in self._called  # gradients of several uses are not one sum
         self._called.add(block.fqn)
         if (
@@ -317,7 +324,9 @@ class Repetition:
         """Trace a call as it is, and note its kind if others may repeat it."""
         before = [ModuleState(path, module) for path, module in kind.block.modules.items()]
         asked = self._questions()
-        output, pure = call.run(forward, call.inputs)
+        self.tells = call.cache is not None and self._runs == 1
+        output, pure = call.run(forward, call.inputs, tells=self.tells)
+        self.tells = False
         pure = pure and self._questions() == asked
         kind.filled = call.filled
         effects = Effects()
@@ -329,7 +338,8 @@ class Repetition:
         kind.reads = [
             (path, name, exact(vars(modules[path]).get(name, MISSING)))
             for path, name in self._reads.attributes_of({id(modules[p]): p for p in modules})
-            if not (kind.filled and name == NUMBER)  # by which it fills its layer alone
+            # The number by which it fills its layer, and does nothing else, may be another.
+            if not (kind.filled and (path, name) == (kind.filled.path, NUMBER))
         ]
         tables = {id(vars(module)) for module in modules.values()}
         kind.around = [
@@ -350,7 +360,9 @@ class Repetition:
             kind.met = 1
             self.kinds.append(kind)
         else:
-            self._give_up(kind.block, "it asks for values, or changes more than what it returns")
+            self._give_up(
+                kind.block, "it asks for values, or does more than to return or fill a cache"
+            )
         return output[0]
 
     def _questions(self) -> tuple[int, ...]:
@@ -378,7 +390,7 @@ class Repetition:
             vars(entered).update({**vars(tensor), **vars(entered)})
             if not torch.is_grad_enabled():
                 entered.requires_grad_(tensor.requires_grad)
-        output, pure = call.run(forward, inputs)
+        output, pure = call.run(forward, inputs, known=kind.filled)
         own, result, sources = _taken_apart(output, inputs)
         forms = tuple(map(Form.of, own))
         pure = pure and self._are_plain(own)
