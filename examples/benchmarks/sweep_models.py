@@ -55,7 +55,7 @@ class Specimen:
 
 # -- transformers, by rule -------------------------------------------------------------------------
 
-_LAYERS = 3  # of which one stands between the first and the last
+_LAYERS = 4  # from which on those between the first and the last are not traced
 
 _SIZES: tuple[tuple[int, str], ...] = (
     (

@@ -1,8 +1,7 @@
 """The sizes of a module's calls that are symbols: named by the user, or learned from the calls.
 
 A dimension that differed between two calls gets a name; dimensions whose sizes were equal in every
-call share one. A call that shows two of them to differ gives them names
-of their own.
+call share one. A call that shows two of them to differ gives them names of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from graphshard.capture.dynamic import AUTO, Arguments, Dynamic, Names, drop_names
 from graphshard.capture.structure import Structure
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
-from graphshard.errors import CaptureError, FixedSizeError
+from graphshard.errors import FixedSizeError, GraphshardError
 from graphshard.policy.base import Policy
 
 GIVE_UP = 2
@@ -199,8 +198,8 @@ class CallSizes:
             changing = self._changing.setdefault(call.entry, ChangingSizes())
             changing.meet(call.tensors, self._labels(call))
 
-    def fix(self, error: CaptureError, call: Call, *, captured: bool) -> set[str]:
-        """The names of sizes to fix for a call after a capture failed; none: it cannot be helped.
+    def fix(self, error: GraphshardError, call: Call, *, captured: bool) -> set[str]:
+        """The names of sizes to fix for a call that got no program; none: it cannot be helped.
 
         `captured`: another capture with the symbols of this call succeeded.
         """

@@ -21,7 +21,7 @@ from graphshard.capture.input_checks import as_plain, require_values_of, signatu
 from graphshard.capture.places import Buffer
 from graphshard.capture.structure import CALL, Structure, comparable, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
-from graphshard.errors import CaptureError, RuntimeStateError, warn_user
+from graphshard.errors import CaptureError, PassError, RuntimeStateError, VerifyError, warn_user
 from graphshard.format import some_of
 from graphshard.module.call_sizes import Call, CallSizes
 from graphshard.module.meta_model import set_flags
@@ -163,7 +163,7 @@ class Programs:
         self.plan = bindings.plan
         self.sizes = CallSizes(meta_model, dynamic, self.plan.policy)
         self.steps: dict[tuple[CallKey, int], Step] = {}  # the number is that of the capture
-        self._recent: list[tuple[CallKey, Step]] = []  # of fixed sizes, the latest first
+        self._recent: list[tuple[CallKey, Step]] = []  # the latest made or looked up first
         self._calls = FlatCalls()
         # Several for symbolic sizes that differ.
         self._captures: dict[CaptureKey, list[Capture]] = {}
@@ -244,18 +244,18 @@ class Programs:
         if self._watch.changed(self.changes.attributes):
             self._recent = []
             self._holding.clear()
-        forms = []
-        for form in self._forms(call):
-            recent = self._recent_step(*form)
+        given = call
+        for call, called in self._forms(given):
+            recent = self._recent_step(called, call)
             if recent is not None:
                 return recent
-            forms.append(form)
-        key, index = self._find_any(forms)
+            key, index = self._find(called, call)
+            if index is not None:
+                break
         if index is None and self.sizes.learns:
-            self.sizes.meet(call)
-            forms = [*self._forms(call)][-1:]
-            key, index = self._find_any(forms)
-        call, called = forms[-1]
+            self.sizes.meet(given)
+            *_, (call, called) = self._forms(given)
+            key, index = self._find(called, call)
         step = None
         if index is not None:
             key = self._without_unread(key, index)
@@ -269,28 +269,18 @@ class Programs:
             with collect_only_new():
                 if index is None:
                     key, index = self._trace(call, described, progress)
-                    key = self._without_unread(key, index)
-                step = self._rewrite(key, index, progress)
+                step = self._made(key, index, progress)
             self._say(described)
-        for _, called in forms:
-            if key.capture == called.capture:  # as it is not if some of the symbols are fixed
-                self._recent = [(called, step), *self._recent[: RECENT - 1]]
+        if key.capture == called.capture:  # as it is not if some of the symbols are fixed
+            self._recent = [(called, step), *self._recent[: RECENT - 1]]
         return step
 
-    def _recent_step(self, call: Call, called: CallKey) -> Step | None:
+    def _recent_step(self, called: CallKey, call: Call) -> Step | None:
         """The program of a recent call with the key `called`, if it is right for this one."""
         for key, recent in self._recent:  # comparing takes less time than hashing
             if key == called and self._admits(recent.capture, call):
                 return recent
         return None
-
-    def _find_any(self, forms: Sequence[tuple[Call, CallKey]]) -> tuple[CallKey, int | None]:
-        """The first that `_find` finds for one of `forms`."""
-        for call, called in forms:
-            key, index = self._find(called, call)
-            if index is not None:
-                break
-        return key, index
 
     def _find(self, key: CallKey, call: Call) -> tuple[CallKey, int | None]:
         """The key of a call, and the index of the capture that fits its sizes, if any.
@@ -389,7 +379,13 @@ class Programs:
         refuse_more_programs(captures, described.get(_ANSWERS, ""), described.get(_STATE, ""))
         try:
             captured = self._capture(call, progress)
-        except CaptureError as error:
+            if captured.assigned:
+                captured = self._assigning(captured, call, progress)
+            captured.program.notes += notes
+            self._captures[key.capture] = [*captures, captured]
+            self._made(key, len(captures), progress)
+        except (CaptureError, PassError, VerifyError) as error:
+            self._captures[key.capture] = captures
             if call.names is None:
                 raise
             unwanted = self.sizes.fix(error, call, captured=bool(captures))
@@ -398,18 +394,14 @@ class Programs:
             self._fixed.setdefault(key.capture, set()).update(unwanted)
             if self.sizes.learns:
                 notes += (f"sizes that stay fixed: {', '.join(sorted(unwanted))}; {error}",)
-                self._log(notes[-1])
+                self._log(notes[-1], expected=True)
             fewer = call.without(unwanted)
             other, index = self._find(self._key(fewer), fewer)
             if index is not None:
                 return other, index
             return self._trace(fewer, described, progress, notes)
-        if captured.assigned:
-            captured = self._assigning(captured, call, progress)
-        captured.program.notes += notes
         self._watch.add(captured.guards, [place for place, _ in captured.left])
         self.changes.reads |= {each.identity for each in captured.guards.places}
-        self._captures[key.capture] = [*captures, captured]
         return key, len(captures)
 
     def _differences(self, captured: Capture, call: Call) -> dict[str, str]:
@@ -472,8 +464,14 @@ class Programs:
 
         return every_pass(self.bindings.plan, self.passes)
 
+    def _made(self, key: CallKey, index: int, progress: Stages) -> Step:
+        """The program of a capture for the parameters to gather and gradients to reduce now."""
+        key = self._without_unread(key, index)
+        if (key, index) not in self.steps:
+            self.steps[key, index] = self._rewrite(key, index, progress)
+        return self.steps[key, index]
+
     def _rewrite(self, key: CallKey, index: int, progress: Stages) -> Step:
-        """Rewrite a copy of a capture for the parameters to gather and gradients to reduce now."""
         # All passes and rules are loaded with the first program: many modules load before.
         from graphshard.pipeline import passes_for, run_passes, with_capture_warnings
         from graphshard.runtime.step import Step
@@ -490,7 +488,6 @@ class Programs:
         run_passes(captured.program, bindings.plan, passes, progress=progress)
         step = Step(captured, bindings)
         step.compile(progress)
-        self.steps[key, index] = step
         return step
 
     # -- telling the user -----------------------------------------------------------------------
@@ -528,8 +525,8 @@ class Programs:
             varying = sorted(what for what, seen in values.items() if len(seen) > 1)
             warn_user(
                 f"more than {MANY} programs were captured for one module, each taking time and "
-                f"memory; what keeps changing: {', '.join(varying)}; leave sizes to "
-                'dynamic="auto" or name them, pad inputs to few, or pass numbers as tensors',
+                f"memory; what keeps changing: {', '.join(varying)}; name sizes that vary in "
+                "dynamic=, pad inputs to few sizes, or pass numbers as tensors",
             )
 
     def _log(self, text: str, *, expected: bool = False) -> None:

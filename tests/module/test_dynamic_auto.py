@@ -12,7 +12,8 @@ from models import TiedGPT
 from torch import nn
 
 import graphshard
-from graphshard.errors import PolicyError
+from graphshard.errors import PassError, PolicyError
+from graphshard.program.pass_protocol import Pass
 from graphshard.program.text import full_text
 
 POLICY = graphshard.SizePolicy(1)
@@ -170,3 +171,39 @@ def test_a_plan_has_one_call_to_learn_from():
         graphshard.plan(TiedGPT(), POLICY, example_inputs=ids(4, 7), dynamic="auto")
     with pytest.raises(PolicyError, match='or be "auto"'):
         graphshard.compile(TiedGPT(), POLICY, dynamic="automatic")
+
+
+class Deciding(Pass):
+    """A pass of a user's that decides by a size."""
+
+    name = "deciding"
+
+    def apply(self, program, plan):
+        program.notes += ("large",) if program.inputs[0].node.meta["val"].shape[0] > 3 else ()
+
+
+def test_a_pass_that_decides_by_a_size_gets_fixed_ones(caplog):
+    model = Positions()
+    sharded = graphshard.compile(model, POLICY, passes=[Deciding()])
+    with caplog.at_level(logging.INFO, "graphshard"):
+        counts = [step(model, sharded, torch.randn(batch, 3, 4)) for batch in (4, 3, 4, 3, 5, 2, 6)]
+    assert counts == [1, 2, 2, 2, 3, 4, 5]
+    assert all(program.sizes is None for program in sharded.programs)
+    assert "pass deciding" in caplog.text
+    sharded = graphshard.compile(model, POLICY, passes=[Deciding()], dynamic={"x": {0: "batch"}})
+    for _ in range(2):  # it is not forgotten that the pass failed
+        with pytest.raises(PassError, match="decided by a symbolic size"):
+            sharded(torch.randn(4, 3, 4))
+
+
+def test_the_first_shape_keeps_its_program_whatever_comes_between():
+    model, sharded = tied()
+    step(model, sharded, *ids(4, 7))
+    programs = sharded._graphshard.programs
+    first = programs.step_for(ids(4, 7), {})[0]
+    for train in (True, False):
+        for grad in (True, False):
+            sharded.train(train)
+            with torch.set_grad_enabled(grad):
+                sharded(*ids(3, 5))
+    assert programs.step_for(ids(4, 7), {})[0] is first
