@@ -55,7 +55,7 @@ class Specimen:
 
 # -- transformers, by rule -------------------------------------------------------------------------
 
-_LAYERS = 4  # from which on those between the first and the last are not traced
+_LAYERS = 5  # no other size; those between the first and the last are not traced
 
 _SIZES: tuple[tuple[int, str], ...] = (
     (
