@@ -99,7 +99,8 @@ class KVCache:
             before.append({"is_initialized": False})
         others = [each for each in range(len(layers)) if each != place]
         if (
-            [*map(id, now)] == [*map(id, layers)]
+            place < len(now)
+            and [*map(id, now)] == [*map(id, layers)]
             and _is_plain(type(now[place]))
             and not before[place]["is_initialized"]
             and all(_same(vars(now[each]), before[each]) for each in others)
