@@ -173,6 +173,32 @@ def test_a_plan_has_one_call_to_learn_from():
         graphshard.compile(TiedGPT(), POLICY, dynamic="automatic")
 
 
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, batch, *, weight):
+        return (self.conv(batch["pixels"]).mean((1, 2, 3)) * weight).sum()
+
+
+def images(batch, height, width):
+    return {"pixels": torch.randn(batch, 3, height, width)}, torch.rand(batch)
+
+
+def test_what_changes_is_named_by_its_path():
+    model = Images()
+    sharded = graphshard.compile(model, POLICY)
+    counts = []
+    for shape in [(4, 8, 9), (3, 8, 7), (6, 8, 12), (2, 8, 5)]:
+        batch, weight = images(*shape)
+        counts.append(step(model, sharded, batch, weight=weight))
+    assert counts == [1, 2, 2, 2]
+    text = full_text(sharded.program)
+    assert "size batch: dim 0 of args[0]['pixels'], dim 0 of kwargs['weight']; at least" in text
+    assert "size batch_pixels_3: dim 3 of args[0]['pixels']; at least" in text
+
+
 class Deciding(Pass):
     """A pass of a user's that decides by a size."""
 

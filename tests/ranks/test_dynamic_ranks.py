@@ -102,10 +102,10 @@ class Sums(nn.Module):
         return (self.b(self.a(x).relu()).sum(-1) * mask).sum()
 
 
-def ranks_learn_sizes_each_by_itself(rank):
+def ranks_learn_sizes_each_by_itself(rank, **fields):
     torch.manual_seed(0)
     model = Sums()
-    sharded = graphshard.compile(model, graphshard.SizePolicy(20), dynamic="auto")
+    sharded = graphshard.compile(model, graphshard.SizePolicy(20, **fields))
     # (batch, length) of even and odd ranks: at first only the even ones meet a new length.
     steps = [
         ((3, 5), (3, 5)),
@@ -136,7 +136,17 @@ def ranks_learn_sizes_each_by_itself(rank):
     assert programs == ([2, 2, 2, 4, 6] if rank % 2 else [2, 4, 4, 6, 6])
 
 
-CHECKS = [gpt_with_dropout, one_rank_captures_anew, ranks_learn_sizes_each_by_itself]
+def ranks_learn_sizes_under_an_order_by_cost(rank):
+    """Their programs are timed at other sizes, and communicate in one order all the same."""
+    ranks_learn_sizes_each_by_itself(rank, schedule="overlap", hardware="cpu-gloo")
+
+
+CHECKS = [
+    gpt_with_dropout,
+    one_rank_captures_anew,
+    ranks_learn_sizes_each_by_itself,
+    ranks_learn_sizes_under_an_order_by_cost,
+]
 
 test_on_two_ranks = on_ranks([*CHECKS, llama_of_transformers], 2, timeout=500)
 test_on_four_ranks = on_ranks(CHECKS, 4, timeout=500)
