@@ -53,6 +53,7 @@ def add_calibrate(commands: Any) -> None:
     summary = "measure this machine and its ranks, for a hardware file"
     command: argparse.ArgumentParser = commands.add_parser(
         "calibrate",
+        usage="%(prog)s [OPTIONS]",
         help=summary,
         description=summary,
         epilog=HELP,

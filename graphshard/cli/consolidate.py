@@ -25,7 +25,7 @@ def add_consolidate(commands: Any) -> None:
     """Add the command to the parser of all commands."""
     summary = "merge a sharded checkpoint into safetensors, one tensor in memory at a time"
     command: argparse.ArgumentParser = commands.add_parser(
-        "consolidate", help=summary, description=summary
+        "consolidate", usage="%(prog)s DIR OUT [OPTIONS]", help=summary, description=summary
     )
     command.add_argument(
         "source",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import floor, log10
 
@@ -153,11 +153,11 @@ def _memory(estimate: Estimate) -> Iterator[str]:
         for name in shown
     ]
     yield from table(("held", "at the peak", "between steps"), rows)
-    largest = [s for s in estimate.memory.holders[:3] if s.size]
-    if largest:
-        named = ", ".join(
-            f"{human_bytes(s.size)} by {s.node.name} of {s.unit or '(root)'}" for s in largest
-        )
+    held: Counter[str] = Counter()
+    for storage in estimate.memory.holders:
+        held[f"{storage.node.name} of {storage.unit or '(root)'}"] += storage.size
+    if largest := [(name, size) for name, size in held.most_common(3) if size]:
+        named = ", ".join(f"{human_bytes(size)} by {name}" for name, size in largest)
         yield sentence(f"largest at the peak: {named}")
 
 

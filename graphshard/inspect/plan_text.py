@@ -162,12 +162,12 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         f"({human_count(numel)}) in {units}",
     )
     policy = plan.policy
+    backend = plan.process_group_backend
     shared = policy.shared_options()
     by_cost = policy.schedule == "overlap"  # prefetch options then have no effect
     options = {name: shared[name] for name in _ALWAYS_SHOWN if not by_cost}
     options |= policy.chosen_options()
     if not by_cost and policy.forward_prefetch is None:
-        backend = plan.process_group_backend
         ahead = policy.forward_units_ahead(backend, plan.hosts)
         on = backend.replace("none", "one rank")
         on += f" between {plan.hosts} hosts" if plan.hosts > 1 else ""
@@ -177,6 +177,8 @@ def _header(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     yield "policy", f"{type(policy).__name__}{_options(policy.own_options())}"
     mesh = mesh_text(plan.mesh_shape)
     on = f"; on {plan.runs_on}" if plan.runs_on else ""
+    if not on and backend != "none":
+        on = f"; planned for {backend}"
     yield "sharding", f"{strategy}, world size {plan.world_size}, mesh {mesh}{on}"
     if plan.replica_all_reduce:
         yield "replicas", f"gradients are averaged by {plan.replica_all_reduce}"
@@ -422,7 +424,9 @@ def moved_notes(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
         for unit in plan.units:
             parts = _parts(collectives, unit.fqn)
             if len(parts) > 1:
-                names = "; ".join(some_of(part) for part in parts)
+                inside = f"{unit.fqn}." if unit.fqn else ""
+                short = [[name.removeprefix(inside) for name in part] for part in parts]
+                names = "; ".join(some_of(part, shown=2) for part in short)
                 yield "apart", f"{unit.fqn or '(root)'} is {verb} in {len(parts)} parts: {names}"
         together = [node for node in collectives if Collective.of(node).several_units]
         if together:

@@ -262,19 +262,21 @@ function showUnit(fqn) {
   const rows = unit.params.map((p) => make("tr", {},
     ...[p.names.join(" = "), `[${p.shape}]`, p.dtype, p.dim === null ? p.placement : `${p.placement} by dim ${p.dim}`,
       `[${p.shard_shape}]`, p.requires_grad ? "" : "frozen"].map((text) => make("td", { class: "wide" }, text))));
-  const options = Object.entries(unit.options).map(([k, v]) => `${k}=${JSON.stringify(v)}`).join(", ");
+  const { strategy, reshard, precision } = unit.options;
+  const options = [strategy, reshard === true ? "freed after forward" : reshard ? `kept in groups of ${reshard} ranks` : "kept after forward",
+    precision].filter(Boolean).join(", ");
   $("unit-details").replaceChildren(
     make("dl", {},
       make("dt", {}, "unit"), make("dd", {}, placeLink(Math.max(place, 0), unitText(fqn)), `, a ${unit.module_class}`),
       make("dt", {}, "bytes"), make("dd", {}, `${bytesText(unit.sharded)} sharded, ${bytesText(unit.unsharded)} gathered, ${bytesText(unit.padding)} of padding`),
       make("dt", {}, "time"), make("dd", {}, `${secondsText(cost.compute_seconds)} compute, ${secondsText(cost.communication_seconds)} communication, ${secondsText(cost.exposed_seconds)} exposed`),
       make("dt", {}, "line"), make("dd", {}, firstLine(fqn) || "not known"),
-      make("dt", {}, "layout"), make("dd", {}, options),
+      make("dt", {}, "options"), make("dd", {}, options),
       ...(equal.length ? meaning("as large", make("div", { class: "equal" }, ...equal.flatMap((other) =>
         [make("button", { class: "unit", onclick: () => showUnit(other) }, unitText(other)), " "]))) : [])),
     make("details", { open: "" }, make("summary", {}, `${rows.length} parameters`),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {},
-        ...["parameter", "shape", "dtype", "layout", "shard", ""].map((text) => make("th", {}, text)))),
+        ...["parameter", "shape", "dtype", "placement", "shape of a shard", ""].map((text) => make("th", {}, text)))),
         make("tbody", {}, ...rows)))));
 }
 
