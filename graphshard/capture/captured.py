@@ -29,6 +29,22 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True)
+class Met:
+    """How a trace met values, for another one of the same call.
+
+    values: an item of `one_trace.Values`.
+    draws: what it drew on the host, as `Example.draws`.
+    compiling: whether `torch.compiler.is_compiling()` was true.
+    answers: to the first questions that it guesses.
+    """
+
+    values: Any
+    draws: Any
+    compiling: bool
+    answers: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class Capture:
     """A captured program, and the structures of its inputs and of its result.
 
@@ -38,6 +54,9 @@ class Capture:
     assigned: plain values that forward puts in attributes and variables; each call repeats it.
     questions: those about values that it answers for the calls it serves, in the order asked.
     draws: the numbers that each call draws on the host, as inputs behind its tensors.
+    guesses: the questions that it guessed; its forward checks them, and runs again with another
+        program where one is wrong.
+    met: how its trace met values.
     """
 
     program: Program
@@ -48,6 +67,34 @@ class Capture:
     assigned: tuple[Assignment, ...] = ()
     questions: tuple[Question, ...] = ()
     draws: tuple[Draw, ...] = ()
+    guesses: tuple[Question, ...] = ()
+    met: Met | None = None
+
+    def again(self, wrong: int | None, known: int) -> Met:
+        """How to meet values where the guess `wrong` is wrong, and right are those before.
+
+        wrong: None if all are right.
+        known: the number of answers that were known.
+
+        Raises:
+            CaptureError: what was known is wrong now.
+        """
+        assert self.met is not None
+        answers = tuple(guess.answer for guess in self.guesses)
+        if wrong is not None:
+            if wrong < known:
+                raise CaptureError(
+                    "the model decides by a value that is not the same when the same forward runs "
+                    f"again: {self.guesses[wrong].statement(answers[wrong])}. Let it compute both "
+                    "ways, by torch.where"
+                )
+            answers = (*answers[:wrong], not answers[wrong])
+        return replace(self.met, answers=answers)
+
+    def guessed_otherwise(self, answers: Sequence[bool]) -> Question | None:
+        """The first question that it guessed otherwise than the first `answers` say."""
+        pairs = zip(self.guesses, answers, strict=False)
+        return next((guess for guess, answer in pairs if guess.answer != answer), None)
 
     def answered_otherwise(
         self, tensors: Sequence[Tensor], buffer: Callable[[str], Tensor]
@@ -149,11 +196,11 @@ def refuse_more_programs(captures: Sequence[Capture], statement: str, state: str
             f"{assigning} programs were captured for as many values, the most there may be; "
             "register it as a buffer, which calls read and write"
         )
-    asking = sum(1 for captured in captures if captured.questions)
+    asking = sum(1 for captured in captures if captured.questions or captured.guesses)
     if asking >= MOST_ANSWERS and statement:
         raise CaptureError(
-            f"the model decides by the values of its inputs or buffers, and {asking} programs were "
-            f"captured for as many answers, the most there may be. In this call {statement}. "
+            f"the model decides by the values of tensors, and {asking} programs were captured for "
+            f"as many answers, the most there may be. In this call {statement}. "
             "Compute what depends on it by tensor operators (a mask, torch.where), or make the "
             "number a Python argument of forward that takes few values"
         )

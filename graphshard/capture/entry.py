@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphshard.capture.borders import RepetitionError
-from graphshard.capture.both_ways import BothWaysError
-from graphshard.capture.captured import Capture
+from graphshard.capture.captured import Capture, Met
 from graphshard.capture.dynamic import Names
 from graphshard.capture.errors import require_arguments
 from graphshard.capture.host_draws import Draw, DrawsError, Expected
@@ -47,6 +46,7 @@ def capture(
     precisions: Precisions | None = None,
     buffer: Callable[[str], Tensor] | None = None,
     progress: Stages | None = None,
+    again: Met | None = None,
 ) -> Capture:
     """Trace one step of `model`, which is left as it was, into a `Program`.
 
@@ -55,7 +55,8 @@ def capture(
     CUDA program captured without CUDA is traced for the CPU, and `program.notes` says so. Without
     `grad` it has a forward only. `names` are for each tensor of the call (in the order of
     `take_apart`) its dynamic dimensions, of sizes of at least 2; see `graphshard.capture.dynamic`.
-    `progress` shows each run of forward, of which a trace makes two or more.
+    `progress` shows each run of forward, of which a trace makes two or more. `again` is
+    given for a call whose program guessed wrong.
     """
     module = model.get_submodule(entry.module)
     if not module._forward_pre_hooks:  # which may give other arguments
@@ -74,6 +75,7 @@ def capture(
         precisions,
         buffer,
         progress or Progress(visible=False),
+        again,
     )
     # In inference mode composite operators reach the trace whole, and take apart behind autocast.
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -84,7 +86,7 @@ def capture(
         except CaptureError as error:
             if not _looks_at_values(error):
                 raise
-            return _capture_with_draws_of_torch(example, error)
+            return _capture_deciding(example, error, example)
 
 
 def _capture_with_draws(example: Example, draws: tuple[Draw, ...]) -> Capture:
@@ -98,11 +100,15 @@ def _capture_with_draws(example: Example, draws: tuple[Draw, ...]) -> Capture:
             f"it decides by them or turns them into constants: {error}"
         )
         _forget(error)
-    return _capture_with_draws_of_torch(example, refusal)
+    return _capture_deciding(example, refusal, replace(example, draws=Expected(draws)))
 
 
 def _capture_in_turn(example: Example) -> Capture:
     """Trace a step as it is, or else as torch.compile sees it, or else by the values it needs."""
+    if example.again is not None:
+        met, trace = example.again, _capture_as_is_or_functional
+        trace = _capture_as_compiling if met.compiling else trace
+        return trace(replace(example, draws=met.draws), values=met.values)
     try:
         return _capture_as_is_or_functional(example)
     except CaptureError as error:
@@ -122,10 +128,10 @@ def _capture_in_turn(example: Example) -> Capture:
     return captured
 
 
-def _capture_with_draws_of_torch(example: Example, error: CaptureError) -> Capture:
-    """Trace a step that decides by small draws of torch, which are made before each call.
+def _capture_deciding(example: Example, error: CaptureError, given: Example) -> Capture:
+    """Trace a step that decides by small draws of torch, made before each call, or by anything.
 
-    `error` is that of the traces in which they are operators.
+    `error` is that of other traces, and `given` the example with the draws of the host.
     """
     draws: tuple[Draw, ...] = ()
     while len(draws) < _MOST_DRAWS:
@@ -142,6 +148,14 @@ def _capture_with_draws_of_torch(example: Example, error: CaptureError) -> Captu
         except CaptureError as other:
             _forget(other)
             break
+    try:
+        return _capture_as_is_or_functional(given, values=Values.GUESSED)
+    except CaptureError as other:
+        if not given.draws.known:
+            raise
+        _forget(other)
+    except DrawsError as other:
+        _forget(other)
     raise error from error.__cause__
 
 
@@ -179,7 +193,6 @@ def _capture_sizes_by_values(errors: list[CaptureError], example: Example) -> Ca
 
 def _capture_answered(as_is: CaptureError, compiling: CaptureError, example: Example) -> Capture:
     """Trace a step that decides by values; the errors are those of traces that may not."""
-    reasons: dict[str, None] = {}
     draws = example.draws.known
     answered = (_capture_as_is_or_functional, Values.ANSWERED)
     both_ways = (
@@ -191,17 +204,12 @@ def _capture_answered(as_is: CaptureError, compiling: CaptureError, example: Exa
         try:
             return trace(example, values=values)
         except (CaptureError, DrawsError) as error:
-            reason = error if isinstance(error, BothWaysError) else error.__cause__
-            if isinstance(reason, BothWaysError):
-                reasons[f"Both ways cannot be computed: {reason}"] = None
-            elif not draws and (
-                isinstance(error, DrawsError)
-                or (trace is not _capture_as_compiling and not _looks_at_values(error))
-            ):
+            ends = isinstance(error, DrawsError) or (
+                values is Values.ANSWERED and not _looks_at_values(error)
+            )
+            if ends and not draws:
                 raise
             _forget(error)
-    for text in reasons:
-        compiling.add_note(text)
     if _looks_at_values(compiling):
         raise compiling from compiling.__cause__
     as_is.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {compiling}")
@@ -218,7 +226,7 @@ def _capture_as_compiling(example: Example, values: Values = Values.UNKNOWN) -> 
     return captured
 
 
-def _looks_at_values(error: CaptureError) -> bool:
+def _looks_at_values(error: Exception) -> bool:
     by_value, by_shape, _ = torch_trace.untraceable_errors()
     return isinstance(error.__cause__, (by_value, by_shape, undecided_error()))
 

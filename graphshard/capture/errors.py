@@ -162,29 +162,15 @@ def _undecided_reason(error: Any, environment: Any, line: str) -> str:
         if origin is not None and origin != line
     )
     rule = "the model's control flow depends on the values of a tensor"
-    number = not (condition.is_Relational or condition.is_Boolean)
     loops = " for " in line or ".tolist()" in line
-    if number or loops:
-        needed = "the number of rounds of a loop" if loops else f"the number {condition}"
-        if any(map(unbacked.is_float, condition.free_symbols)):
-            needed += " (take `tensor.item()` instead of `float(tensor)`)"
-        return (
-            f"{rule}: it needs {needed}, which one graph cannot have (range, int, indices of lists "
-            "and loops over .tolist() ask for it); go over all items that there may be, do it by "
-            "tensor operators (a mask, index_add, torch.arange), or make the number a Python "
-            f"argument of forward{origins}"
-        )
-    text = question_text(condition, environment)
-    checks = (
-        "torch._check(tensor.item())"
-        if text == IS_TRUE
-        else f"torch._check({text}) or torch._check({expression_text(sympy.Not(condition), {})})"
-    )
+    needed = "the number of rounds of a loop" if loops else f"the number {condition}"
+    if any(map(unbacked.is_float, condition.free_symbols)):
+        needed += " (take `tensor.item()` instead of `float(tensor)`)"
     return (
-        f"{rule}: this line asks whether {text}, and one graph holds one answer. If the model "
-        "chooses by it, compute both ways and choose by torch.where or a mask, or make the value "
-        "a Python argument of forward. If the answer is always the same, state it before this "
-        f"line by {checks}, which each call then checks{origins}"
+        f"{rule}: it needs {needed}, which one graph cannot have (range, int, indices of lists "
+        "and loops over .tolist() ask for it); go over all items that there may be, do it by "
+        "tensor operators (a mask, index_add, torch.arange), or make the number a Python "
+        f"argument of forward{origins}"
     )
 
 

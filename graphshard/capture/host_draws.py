@@ -294,15 +294,35 @@ def restore_random_state() -> Iterator[None]:
     try:
         yield
     finally:
-        random.setstate(before["random"])
-        if "numpy.random" in before:
-            sys.modules["numpy"].random.set_state(before["numpy.random"])
+        _put_back(before)
+
+
+def _put_back(states: Mapping[str, Any]) -> None:
+    random.setstate(states["random"])
+    if "numpy.random" in states:
+        sys.modules["numpy"].random.set_state(states["numpy.random"])
+
+
+def random_states_kept() -> Callable[[], None]:
+    """A function that puts the random states of Python, numpy and torch back to what they are."""
+    before, of_cpu = _states(), torch.get_rng_state()
+    of_cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def put_back() -> None:
+        _put_back(before)
+        torch.set_rng_state(of_cpu)
+        if of_cuda is not None:
+            torch.cuda.set_rng_state(of_cuda)
+
+    return put_back
 
 
 def draw_ahead(draws: Sequence[Draw]) -> list[Tensor]:
     """What `draws` will give; the generators are left as they are."""
     if not draws:
         return []
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with restore_random_state(), torch.random.fork_rng(devices):
+    put_back = random_states_kept()
+    try:
         return [draw.make() for draw in draws]
+    finally:
+        put_back()

@@ -30,7 +30,7 @@ from graphshard.capture.as_eager import (
 )
 from graphshard.capture.borders import RepetitionError
 from graphshard.capture.both_ways import BothWays
-from graphshard.capture.captured import Capture
+from graphshard.capture.captured import Capture, Met
 from graphshard.capture.casting import cast_at_units, place_casts, require_one_dtype
 from graphshard.capture.checkpoints import tag_checkpoint_regions
 from graphshard.capture.dynamic import Names, symbolic_shapes
@@ -69,7 +69,8 @@ class Values(Enum):
     UNKNOWN: the trace ends. AS_SIZES: it is a symbol, by which no code may decide. NOT_EMPTY: as
     before, but code may ask whether a size is 0, and it is not. EMPTY: likewise, and it is 0.
     ANSWERED: it is a symbol, and code may decide by those that inputs and buffers make. BOTH_WAYS:
-    likewise, and where others only skip operators the program computes both ways.
+    likewise, and where others only skip operators the program computes both ways. GUESSED: as
+    ANSWERED, and the trace guesses what nothing tells.
     """
 
     UNKNOWN = auto()
@@ -78,6 +79,7 @@ class Values(Enum):
     EMPTY = auto()
     ANSWERED = auto()
     BOTH_WAYS = auto()
+    GUESSED = auto()
 
 
 _IF_EMPTY = {Values.NOT_EMPTY: False, Values.EMPTY: True}
@@ -99,6 +101,7 @@ class Example:
     precisions: Precisions | None
     buffer: Callable[[str], Tensor]
     progress: Stages
+    again: Met | None = None
     draws: Expected = _NO_DRAWS
 
     def taken_apart(self) -> tuple[list[Tensor], Structure, range]:
@@ -165,11 +168,14 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
     dynamic = names is not None and any(names)
     largest = max((size for tensor in tensors for size in tensor.shape), default=1)
     sizes = Sizes(largest) if dynamic or values is not Values.UNKNOWN else None
-    recipes = Recipes() if values in (Values.ANSWERED, Values.BOTH_WAYS) else None
+    answers = values in (Values.ANSWERED, Values.BOTH_WAYS, Values.GUESSED)
+    recipes = Recipes() if answers else None
     both_ways = BothWays(wanted=values is Values.BOTH_WAYS)
     questions = None
     if sizes is not None:
-        questions = Questions(sizes, tensors, inputs.paths, example.buffer, recipes)
+        known = () if example.again is None else example.again.answers
+        questions = Questions(sizes, tensors, inputs.paths, example.buffer, recipes, known)
+        questions.guesses_all = values is Values.GUESSED
         questions.otherwise = both_ways.ask
         questions.draws = drawn if both_ways.wanted else range(0)
     mode = constant_folding_fake_mode(sizes, target.type, recipes)
@@ -238,13 +244,13 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
     if questions is not None:
         notes += questions.close()
     notes += both_ways.notes
-    known = example.draws.known
-    notes += [f"draws {each} before each call" for each in dict.fromkeys(known)]
+    draws = example.draws.known
+    notes += [f"draws {each} before each call" for each in dict.fromkeys(draws)]
     notes += tell_what_is_baked_in(traced, example.entry, program)
     program.notes = tuple(notes)
     program.capture_device, program.device = traced_on.type, target.type
     assert traced.result is not None
-    asked = () if questions is None else tuple(questions.asked)
+    asked, guessed = ((), ()) if questions is None else (questions.asked, questions.guessed)
     return Capture(
         program,
         inputs,
@@ -252,8 +258,10 @@ def trace_once(example: Example, values: Values, way: Way) -> Capture:
         traced.left,
         traced.guards(),
         traced.assigned,
-        asked,
-        known,
+        tuple(asked),
+        draws,
+        tuple(guessed),
+        Met(values, example.draws, torch.compiler.is_compiling()),
     )
 
 

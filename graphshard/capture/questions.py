@@ -4,7 +4,8 @@ Three kinds of such questions have an answer. If one answer raises an error, as 
 program goes the other way and checks it in each call. If that does not suffice, another trace lets
 the call's inputs and buffers give answers, where they alone do. These are computed before each
 call: a program serves the calls with its answers, as it serves those with its shapes. And where all
-ordinary numbers give the same answer, as to "are all finite?", the program takes and checks it.
+ordinary numbers give the same answer, as to "are all finite?", the trace guesses it; the last trace
+guesses any. A call for which a guess is wrong runs again, by another program.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ ASSUMES = "assumes that "
 
 _USUAL = 3
 """What stands for integers among inputs without values: no padding, and in every vocabulary."""
+
+
+_PATIENCE = 8
+"""How often a line gets the same answer where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +106,12 @@ class Questions:
         paths: the user's names of the inputs.
         buffer: gives a buffer by its FQN, which may have no values.
         recipes: of the trace; None if inputs, buffers and ordinary numbers may give no answers.
+        known: the answers to the first conditions that the trace would guess.
 
     draws: the numbers of inputs that answer no conditions.
     otherwise: answers conditions that nothing else does.
+    guesses_all: it guesses every condition, and not only where ordinary numbers agree.
+    guessed: the conditions that the trace guessed, in the order asked.
     """
 
     def __init__(
@@ -113,14 +121,18 @@ class Questions:
         paths: Sequence[str],
         buffer: Callable[[str], Tensor],
         recipes: Recipes | None,
+        known: Sequence[bool],
     ) -> None:
         self.asked: list[Question] = []
+        self.guessed: list[Question] = []
         self.assumed: list[Question] = []  # those of them that the example has no values for
         self._sizes = sizes
         self._tensors = tensors
         self._paths = paths
         self._buffer = buffer
         self.recipes = recipes
+        self.guesses_all = False
+        self._known = known
         self.draws = range(0)
         self.otherwise: Callable[[Any], Any] = lambda condition: None
         sizes.is_true_of_calls = lambda condition: self._answered_by_call(condition) is sympy.true
@@ -128,7 +140,7 @@ class Questions:
     def begin_run(self) -> None:
         """Note that the trace runs the model now."""
         self._sizes.begin_run()
-        self.asked, self.assumed = [], []
+        self.asked, self.assumed, self.guessed = [], [], []
 
     def close(self) -> list[str]:
         """End the trace; gives what the program takes to be so, as notes."""
@@ -138,6 +150,9 @@ class Questions:
         for question in self.asked:
             how = ASSUMES if question in self.assumed else "serves calls in which "
             notes.append(how + question.statement(question.answer))
+        for question in self.guessed:
+            statement = question.statement(question.answer)
+            notes.append(f"{ASSUMES}{statement}; a call in which that is not so runs again")
         return [*dict.fromkeys(notes)]
 
     def decide(self, condition: Any) -> Any:
@@ -152,11 +167,30 @@ class Questions:
         if question is not None and not self._is_of_draws(question):
             answers = {self._answer(question, ordinary) for ordinary in _ORDINARY}
             if len(answers) == 1 and None not in answers:
-                return self._promise(condition, answer=answers.pop())
+                return self._guess(condition, question, answers.pop())
         answer = self.otherwise(condition)
+        if answer is None and self.guesses_all:
+            question = question or self._new(condition, {})
+            answer = self._guess(condition, question, self._answer(question) is True)
         if answer is not None:
             self._sizes.asked.update(condition.free_symbols)
         return answer
+
+    def _guess(self, condition: Any, question: Question, likely: bool) -> Any:
+        """The answer that is known, or else one that each call checks.
+
+        It is the last one that is known of the line, or the `likely` one. A line that asks on gets
+        the other one, so that a loop ends.
+        """
+        number, known = len(self.guessed), len(self._known)
+        before = [guess for guess in self.guessed[:known] if guess.line == question.line]
+        answer = before[-1].answer if before else likely
+        if number < known:
+            answer = self._known[number]
+        elif sum(guess.line == question.line for guess in self.guessed[known:]) >= _PATIENCE:
+            answer = not answer
+        self.guessed.append(replace(question, answer=answer))
+        return self._promise(condition, answer=answer, guess=number)
 
     def is_one(self, size: Any) -> bool:
         """Whether a size is 1; if nothing tells, the program checks that it is not."""
@@ -176,15 +210,18 @@ class Questions:
         is_number = _is_number(condition)
         if is_number and any(map(unbacked.is_float, symbols)):
             return None  # it would hardly ever be the same
-        recipes = {symbol: self.recipes.numbers[symbol] for symbol in symbols}
-        asked = "the number" if is_number else question_text(condition, self._sizes.environment)
+        return self._new(condition, {symbol: self.recipes.numbers[symbol] for symbol in symbols})
+
+    def _new(self, condition: Any, recipes: Mapping[Any, Recipe]) -> Question:
+        is_number, environment = _is_number(condition), self._sizes.environment
+        asked = "the number" if is_number else question_text(condition, environment)
         line = without_folder(user_line_here())
         evaluate = self._sizes.evaluator([condition], recipes)
         return Question(asked, line, None, condition, recipes, evaluate)
 
-    def _promise(self, condition: Any, *, answer: bool) -> Any:
+    def _promise(self, condition: Any, *, answer: bool, guess: int | None = None) -> Any:
         condition = condition if answer else sympy.Not(condition)
-        unbacked.promise(self._sizes.environment, condition)
+        unbacked.promise(self._sizes.environment, condition, guess)
         return sympy.sympify(answer)
 
     def _answered_by_call(self, condition: Any) -> Any:

@@ -25,6 +25,7 @@ from graphshard.module.sharded_tree import TreeModule, training_flags
 from graphshard.planning.layout import Unit
 from graphshard.policy.fields import is_int
 from graphshard.policy.strategy import Strategy
+from graphshard.program.sizes import WrongGuessError
 from graphshard.runtime.shards import Shard
 from graphshard.runtime.whole import Wanted, gather_each
 
@@ -98,8 +99,14 @@ class CallMethods(TreeModule):
             if not state.ready:
                 self._refuse_unsharded()
                 state.require_values(self)
-            step, tensors = state.programs.step_for(args, kwargs, entry)
-            return step.run(tensors, (args, kwargs))
+            while True:
+                step, tensors = state.programs.step_for(args, kwargs, entry)
+                try:
+                    result = step.run(tensors, (args, kwargs))
+                    state.programs.assign(step)
+                    return result
+                except WrongGuessError as error:
+                    state.programs.learn_answer(step, error.number)
         except Exception as error:
             is_capture = type(error) is not ModelChangeError and isinstance(error, CaptureError)
             if is_capture and changes:
@@ -113,6 +120,8 @@ class CallMethods(TreeModule):
                 )
             self._tell_of_failure(error)
             raise
+        finally:
+            state.programs.end_call()
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Let the other ranks, which may be about to run a program, raise the error of this one."""

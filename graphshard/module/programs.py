@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.captured import Capture, refuse_more_programs
+from graphshard.capture.captured import Capture, Met, refuse_more_programs
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.dynamic import Dynamic, dims_above_one, enlarge_small_dims
 from graphshard.capture.guards import Watch
+from graphshard.capture.host_draws import random_states_kept
 from graphshard.capture.input_checks import as_plain, require_values_of, signature_of
 from graphshard.capture.places import Buffer
-from graphshard.capture.structure import CALL, Structure, comparable, take_apart
+from graphshard.capture.structure import CALL, FlatCalls, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, PassError, RuntimeStateError, VerifyError, warn_user
 from graphshard.format import some_of
@@ -38,42 +39,6 @@ from graphshard.torch_private.gc_pause import collect_only_new
 
 if TYPE_CHECKING:
     from graphshard.runtime.step import Step
-
-_TENSORS = (Tensor, nn.Parameter)
-
-_PLAIN_CLASSES = frozenset(_TENSORS)
-
-_PLAIN = frozenset({type(None), bool, int, float, str})
-
-
-class FlatCalls:
-    """A cache of the structures of calls without nested arguments."""
-
-    def __init__(self) -> None:
-        self._by_form: dict[tuple[Any, ...], Structure] = {}
-
-    def take_apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], Structure]:
-        """Flatten a call as `capture.structure.take_apart` does, faster for known forms."""
-        tensors: list[Tensor] = []
-        form: list[Any] = [len(args), *kwargs]
-        for value in (*args, *kwargs.values()):
-            kind = type(value)
-            if kind in _TENSORS:
-                form.append(Tensor)
-                tensors.append(value)
-            elif kind in _PLAIN:
-                # With the type: True is not 1.
-                form += (kind, comparable(value) if kind is float else value)
-            else:
-                return take_apart((args, kwargs), name=CALL)
-        structure = self._by_form.get(tuple(form))
-        if structure is None:
-            tensors, structure = take_apart((args, kwargs), name=CALL)
-            self._by_form[tuple(form)] = structure
-        return tensors, structure
-
 
 logger = logging.getLogger("graphshard")
 
@@ -176,6 +141,8 @@ class Programs:
         self._by_identity: dict[str, bool] = {}  # of methods: whether their code compares by `is`
         self._watch = Watch()
         self._holding: set[int] = set()  # captures, by identity, whose state is as it was
+        self._again: Met | None = None  # this call, which ran already and guessed wrong
+        self._put_back = random_states_kept()  # to what they were before it
         self._resident = ResidentRows(self._shards, bindings.agreement)
 
     def written_buffers(self) -> frozenset[str]:
@@ -192,7 +159,7 @@ class Programs:
     ) -> tuple[Step, list[Tensor]]:
         """The program for a call of `entry`, captured if new, and the call's tensors."""
         tensors, structure = self._calls.take_apart(args, kwargs)
-        if not _PLAIN_CLASSES.issuperset(map(type, tensors)):
+        if not {Tensor, nn.Parameter}.issuperset(map(type, tensors)):
             tensors = as_plain(tensors, structure, self._noted)
         device = self.bindings.group.device
         if device.type != "cpu":  # as on cpu, an input that lies elsewhere would be an error
@@ -204,9 +171,32 @@ class Programs:
         if self._resident.shards:
             self._resident.compare()
         step = self._step(Call(tensors, structure, entry))
+        if step.capture.guesses:
+            self._put_back = random_states_kept()
+        return step, [*tensors, *(draw.make() for draw in step.capture.draws)]
+
+    def assign(self, step: Step) -> None:
+        """Assign what the forward that `step` ran assigns."""
         if step.capture.assigned and step.capture.assign():
             self.changes.attributes += 1  # so that the next call looks
-        return step, [*tensors, *(draw.make() for draw in step.capture.draws)]
+
+    def learn_answer(self, step: Step, wrong: int | None) -> None:
+        """Let this call be looked up again, after `step` guessed so; see `WrongGuessError`.
+
+        Raises:
+            CaptureError: the answer was another one a moment ago.
+        """
+        self._again = step.capture.again(wrong, known=len(self._answers))
+        self._put_back()
+
+    def end_call(self) -> None:
+        """Note that the next call is another one."""
+        self._again = None
+
+    @property
+    def _answers(self) -> tuple[bool, ...]:
+        """The answers of this call that are known, to the first questions guessed."""
+        return () if self._again is None else self._again.answers
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
@@ -309,6 +299,8 @@ class Programs:
         """Whether a capture is valid for the sizes of a call, whose values answer its questions."""
         sizes = captured.program.sizes
         if sizes is not None and not sizes.admits(sizes.values(call.tensors)):
+            return False
+        if self._again is not None and captured.guessed_otherwise(self._answers):
             return False
         if not captured.questions:
             return True
@@ -413,6 +405,8 @@ class Programs:
         if other := captured.answered_otherwise(call.tensors, self.bindings.buffer):
             question, answer = other
             described[_ANSWERS] = question.statement(answer)
+        if guess := captured.guessed_otherwise(self._answers):
+            described[_ANSWERS] = guess.statement(not guess.answer)
         return described
 
     def _assigning(self, captured: Capture, call: Call, progress: Stages) -> Capture:
@@ -455,6 +449,7 @@ class Programs:
                 precisions=bindings.plan.precisions,
                 buffer=bindings.buffer,
                 progress=progress,
+                again=self._again,
             )
 
     @cached_property

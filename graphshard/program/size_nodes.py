@@ -157,14 +157,22 @@ class SizeNodes:
         return node
 
     def _insert_checks(self) -> None:
-        """Insert a node for each promise, behind the nodes of the numbers that it is about."""
+        """Insert a node for each promise, behind the nodes of the numbers that it is about.
+
+        With guesses among them all stand at the end of forward: there no collective is left that
+        other ranks wait for, and what else does not hold may be the fault of a wrong guess.
+        """
         place = {node: index for index, node in enumerate(self.graph.nodes)}
         of_symbol = dict(self.by_values)
         for size in self.sizes.symbols:
             key = torch.SymInt, size.symbol
             if key in self.by_size:
                 of_symbol[size.symbol] = self.by_size[key]
-        for promise in self.sizes.promises():
+        promises = list(self.sizes.promises())
+        guesses = any(promise.guess is not None for promise in promises)
+        *_, end = (node for node in place if node.meta.get("phase") == FORWARD)
+        # Each goes behind the same node, so before those that went there.
+        for promise in sorted(promises, key=_first_guesses, reverse=guesses):
             symbols = sorted(promise.condition.free_symbols, key=str)
             text = expression_text(promise.condition, self.sizes.names)
             if not of_symbol.keys() >= set(symbols):
@@ -180,11 +188,28 @@ class SizeNodes:
                 )
             numbers = {str(self.sizes.names[s]): of_symbol[s] for s in symbols}
             last = max(numbers.values(), key=place.__getitem__)
+            if guesses and last.meta["phase"] == FORWARD:
+                last = end
+            elif promise.guess is not None:
+                raise CaptureError(
+                    f"backward decides by the values of a tensor ({text}), and no call can run it "
+                    f"again with another answer; compute both ways, by torch.where\n"
+                    f"  at {promise.line}"
+                )
+            kwargs: dict[str, Any] = {} if promise.guess is None else {"guess": promise.guess}
             with self.graph.inserting_after(last):
                 check = self.graph.create_node(
-                    "call_function", check_sizes, (text, promise.line, numbers), {}, name="check"
+                    "call_function",
+                    check_sizes,
+                    (text, promise.line, numbers),
+                    kwargs,
+                    name="check",
                 )
             check.meta = {"val": None, "phase": last.meta["phase"], "fqn": last.meta["fqn"]}
+
+
+def _first_guesses(promise: unbacked.Promise) -> tuple[bool, int]:
+    return promise.guess is None, promise.guess or 0
 
 
 def _key(value: Any) -> tuple[type, Any]:

@@ -460,9 +460,27 @@ def assumed_text(assumed: Mapping[str, int]) -> str:
     return f"{', '.join(texts)}; they depend on values, and bytes and times on them"
 
 
-def check_sizes(condition: str, line: str | None, numbers: Mapping[str, Any]) -> None:
-    """Check `condition`, Python over the names in `numbers`, which the user's `line` states."""
+class WrongGuessError(Exception):
+    """The forward that runs is that of other answers to its model's questions than this call's.
+
+    number: of the first guess that is wrong on this rank; None if it is on others only.
+    """
+
+    def __init__(self, number: int | None) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def check_sizes(
+    condition: str, line: str | None, numbers: Mapping[str, Any], guess: int | None = None
+) -> None:
+    """Check `condition`, Python over the names in `numbers`, which the user's `line` states.
+
+    guess: its number, if the trace guessed the condition.
+    """
     if not eval(_compiled(condition), _functions(), dict(numbers)):
+        if guess is not None:
+            raise WrongGuessError(guess)
         values = ", ".join(f"{name}={value}" for name, value in numbers.items())
         at = f"\n  at {line}" if line else ""
         raise SizeCheckError(

@@ -221,12 +221,12 @@ class Agreement:
                 first_line(failure),
             )
 
-    def any_rank(self, changed: bool) -> bool:
-        """Whether any rank says that its rows of resident parameters changed; all call this."""
+    def any_rank(self, flag: bool, call: Call) -> bool:
+        """Whether the flag of any rank is set; all make this `call`."""
         if self.meetings is None:
-            return changed
-        self.group.here.at = _UNCHANGED.at
-        return any(self._meet_by_collective(_UNCHANGED, Part(flag=changed)))
+            return flag
+        self.group.here.at = call.at
+        return any(self._meet_by_collective(call, Part(flag=flag)))
 
     def give_up(self, error: Exception) -> None:
         """Tell the others, which are about to run a forward, of the `error` that ended this one's.
@@ -454,7 +454,9 @@ class Agreement:
 
 _ENDS = {phase: Call(f"calls {phase}") for phase in (FORWARD, BACKWARD)}
 
-_UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")
+UNCHANGED = Call("calls the module and saw no change of some parameter since the last call")
+
+ANSWERED = Call("ran a forward that decides by what it computes")
 
 
 def _note_of(rank: int) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from graphshard.errors import PlanError
 from graphshard.planning.layout import ParamLayout
 from graphshard.planning.slabs import pack
-from graphshard.runtime.agreement import Agreement
+from graphshard.runtime.agreement import UNCHANGED, Agreement
 from graphshard.runtime.group import Group
 from graphshard.runtime.shards import Shard
 from graphshard.torch_private import compat as torch_compat
@@ -294,7 +294,7 @@ class ResidentRows:
                 shard.note_changed()
             else:
                 pairs.append(pair)
-        if pairs and self._agreement.any_rank(_differ(pairs)):
+        if pairs and self._agreement.any_rank(_differ(pairs), UNCHANGED):
             for shard in held:
                 shard.note_changed()
         self.look_for_signs()

@@ -21,8 +21,9 @@ from graphshard.program.aliases import aliases_of, gather_waits, unpacks
 from graphshard.program.collective import Collective, OneTensor, params_of
 from graphshard.program.cut import cut, cut_backward, in_calling_order
 from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
-from graphshard.program.sizes import Sizes
+from graphshard.program.sizes import Sizes, WrongGuessError
 from graphshard.progress import Progress, Stages
+from graphshard.runtime.agreement import ANSWERED
 from graphshard.runtime.calls import Fingerprint
 from graphshard.runtime.cuda_graphs import GraphsFailed, graphs_of
 from graphshard.runtime.lower import Bindings, put_back_on_error
@@ -332,7 +333,14 @@ class _Call:
             accumulated.add_pending(self)
 
     def forward(self) -> list[Tensor]:
-        step = self.step
+        """Run forward and return the tensors saved for backward.
+
+        Raises:
+            WrongGuessError: of the answers to the model's questions that the program guessed, some
+                are wrong on a rank. Only the numbers of this call are known to be otherwise, and
+                all ranks raise it, so that all run again.
+        """
+        step, wrong = self.step, None
         bindings, grad = step.bindings, step.program.grad
         # Compared with the backward that follows, since ranks may differ in that alone.
         begins = step.fingerprint if step.forward_graph.fingerprint.lines else Fingerprint(())
@@ -344,20 +352,16 @@ class _Call:
             ),
             step.versions_kept(),
         ):
-            args, graphs, count = step.forward_args(self.inputs), step.cuda_graphs, len(self.inputs)
+            args = step.forward_args(self.inputs)
             if step.on_non_finite is not None:
                 self.replay = Replay.of(step, self.inputs, args)
-            if graphs is not None and graphs.replays(args, count):
-                run = step.forward_graph.run
-                try:
-                    with bindings.group.here.capturing():
-                        outputs, mutations = graphs.forward(self, run, args, count)
-                except GraphsFailed:
-                    args = step.forward_args(self.inputs)
-                else:  # the values saved stay in the memory pool of the graphs
-                    tensors, self.saved_others, self.replayed = [], [], True
-            if not self.replayed:
-                outputs, mutations, tensors, self.saved_others = step.forward_graph.run(args)
+            try:
+                outputs, mutations, tensors, self.saved_others = self._run(args)
+            except WrongGuessError as error:
+                wrong = error
+                if bindings.group.backend == "gloo":
+                    self._finish_forward()
+        self._require_right(wrong, meets=bool(begins.lines))
         if not grad:
             self._tell_found(step.program)
         step.note_gathered()
@@ -366,6 +370,29 @@ class _Call:
         self.versions = step.versions()
         self.inputs = []
         return tensors
+
+    def _run(self, args: list[Any]) -> Any:
+        """Outputs, values to write, tensors saved for backward, and what else is saved."""
+        step, graphs, count = self.step, self.step.cuda_graphs, len(self.inputs)
+        run = step.forward_graph.run
+        if graphs is not None and graphs.replays(args, count):
+            try:
+                with step.bindings.group.here.capturing():
+                    outputs, mutations = graphs.forward(self, run, args, count)
+            except GraphsFailed:
+                args = step.forward_args(self.inputs)
+            else:  # the values saved stay in the memory pool of the graphs
+                self.replayed = True
+                return outputs, mutations, [], []
+        return run(args)
+
+    def _require_right(self, wrong: WrongGuessError | None, *, meets: bool) -> None:
+        """Raise on all ranks if a guess is `wrong` on one; `meets` as in this forward."""
+        agreement = self.step.bindings.agreement
+        if self.step.capture.guesses and meets and agreement.any_rank(wrong is not None, ANSWERED):
+            wrong = wrong or WrongGuessError(None)
+        if wrong is not None:
+            raise wrong
 
     def _finish_forward(self) -> None:
         with self.step.versions_kept():

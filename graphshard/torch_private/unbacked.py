@@ -22,16 +22,28 @@ from graphshard.torch_private.patches import patched
 
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
-ITEM = torch.ops.aten._local_scalar_dense.default
+_aten = torch.ops.aten
+
+ITEM = _aten._local_scalar_dense.default
 """The operator behind `Tensor.item()`."""
+
+_READERS = (
+    *(ITEM, _aten.nonzero.default, _aten.index.Tensor, _aten.masked_select.default),
+    *(_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default),
+)
+"""Operators whose numbers or sizes a promise may be about though no node reads what they give."""
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A condition on symbols that a trace assumed, and the line of user code that states it."""
+    """A condition on symbols that a trace assumed, and the line of user code that states it.
+
+    guess: the number that `promise` was given, if the trace may as well assume the contrary.
+    """
 
     condition: Any
     line: str | None
+    guess: int | None = None
 
 
 def raw_symbols(value: Any) -> list[Any]:
@@ -101,7 +113,8 @@ def promises(environment: Any, equal: Mapping[Any, Any]) -> Iterator[Promise]:
             condition = each.expr.xreplace(equal)
             if condition not in seen:
                 seen.add(condition)
-                yield Promise(condition, _line(each.stack))
+                text, _, guess = each.msg.partition(_GUESS)
+                yield Promise(condition, _line(each.stack), None if text else int(guess))
 
 
 def _line(stack: Any) -> str | None:
@@ -164,9 +177,13 @@ def ignore_new_symbols(environment: Any) -> Any:
     return environment.ignore_fresh_unbacked_symbols()
 
 
-def promise(environment: Any, condition: Any) -> None:
-    """Take `condition` to be true, as `torch._check` does."""
-    environment.guard_or_defer_runtime_assert(condition, "graphshard decides so")
+_GUESS = "graphshard guesses so: "
+
+
+def promise(environment: Any, condition: Any, guess: int | None = None) -> None:
+    """Take `condition` to be true, as `torch._check` does; `guess` is the number of a guess."""
+    text = "graphshard decides so" if guess is None else f"{_GUESS}{guess}"
+    environment.guard_or_defer_runtime_assert(condition, text)
 
 
 def origin_of(environment: Any, symbol: Any) -> str | None:
@@ -183,16 +200,21 @@ def is_float(symbol: Any) -> bool:
 
 @contextlib.contextmanager
 def keep_items() -> Iterator[None]:
-    """Keep each `.item()` in a trace though no node reads it, since a promise may be about it."""
+    """Keep each `.item()` in a trace though no node reads it, since a promise may be about it.
+
+    Operators whose sizes depend on values are kept, too.
+    """
     unread = private("torch.fx.node", "_side_effectful_functions")
-    with patched(unread, ITEM, ITEM, where="torch.fx.node._side_effectful_functions"):
+    with contextlib.ExitStack() as stack:
+        for op in _READERS:
+            stack.enter_context(patched(unread, op, op, where="_side_effectful_functions"))
         yield
 
 
 def drop_unread_items(
     graph: fx.Graph, environment: Any, decided: Collection[Any] = ()
 ) -> list[str]:
-    """Erase each `.item()` that no node reads and no promise is about, with what is read by it.
+    """Erase the nodes of `keep_items` that nothing reads and no promise is about.
 
     A number folded to a constant is among them, and those that code `decided` by. Gives the user's
     lines that read the others, which may have printed or stored them.
@@ -201,13 +223,13 @@ def drop_unread_items(
     unread = [
         node
         for node in graph.nodes
-        if node.target is ITEM
+        if node.target in _READERS
         and not node.users
         and promised.isdisjoint(raw_symbols(node.meta.get("val")))
     ]
     lines = []
     for node in unread:
-        for symbol in raw_symbols(node.meta.get("val")):
+        for symbol in raw_symbols(node.meta.get("val")) if node.target is ITEM else ():
             line = origin_of(environment, symbol)
             known = symbol in environment.replacements or symbol in decided
             if not known and line is not None:

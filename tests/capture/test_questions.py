@@ -7,7 +7,6 @@ import copy
 import gc
 import weakref
 
-import numpy
 import pytest
 import question_models as models
 import torch
@@ -16,7 +15,6 @@ from loops import same_step
 
 import graphshard
 from graphshard.capture import captured, raising, recipes
-from graphshard.capture.entry import capture
 from graphshard.errors import CaptureError, SizeCheckError
 from graphshard.program.sizes import check_sizes
 from graphshard.program.text import full_text
@@ -124,9 +122,9 @@ def test_a_dimension_that_activations_make_one_is_not_kept_in_silence():
     model = Net(models.squeezes_rows_by_activations, fc=linear())
     sharded = graphshard.compile(copy.deepcopy(model), POLICY, check=True)
     first = model.fc(X)[:, 0].sort(descending=True).values
-    step(model, sharded, X, MASK * 0 + first[3].item())
-    with pytest.raises(SizeCheckError, match=r"rows = y\[y\[:, 0\] > mask"):
-        sharded(X, MASK * 0 + first[1].item())
+    for place in (3, 1, 2, 1):
+        step(model, sharded, X, MASK * 0 + first[place].item())
+    assert len(sharded.programs) == 2
 
 
 def test_the_dump_says_for_which_answer_a_program_is(caplog):
@@ -189,34 +187,3 @@ def test_a_program_that_asks_nothing_is_found_without_a_question(monkeypatch):
     sharded(X)
     monkeypatch.setattr(recipes.Recipe, "item", None)
     sharded(X)
-
-
-# -- answers that all ordinary numbers give ---------------------------------------------------
-
-
-def test_what_holds_for_all_ordinary_numbers_is_checked():
-    model = Net(models.clamps, fc=linear())
-    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
-    step(model, sharded, X)
-    for factor in (torch.inf, 1e6):
-        with pytest.raises(SizeCheckError, match="in clamps: if not torch"):
-            sharded(X * factor)
-
-
-@pytest.mark.parametrize(
-    "question",
-    [
-        lambda m, x: m.fc(x).mean() > 0,
-        lambda m, x: m.fc(x).std() > 5,
-        lambda m, x: m.fc(x).argmax() == 0,
-        lambda m, x: m.fc(x).argmax() != 5,
-        lambda m, x: (x > 0).sum() > m.fc(x).sum(),
-        lambda m, x: (m.plain > 1).any(),
-        lambda m, x: torch.as_tensor(m.array).sum() > 1,
-    ],
-)
-def test_what_parameters_decide_is_refused(question):
-    model = Net(lambda m, x: m.fc(x) if question(m, x) else x.sin(), fc=linear())
-    model.plain, model.array = torch.tensor(0), numpy.zeros(3)
-    with pytest.raises(CaptureError, match=r"torch\.where"):
-        capture(model, (X,))

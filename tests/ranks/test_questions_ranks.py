@@ -72,6 +72,50 @@ def buffers_answer(rank):
     assert len(train(rank, case, strategy="SHARD_GRAD_OP").programs) == 2
 
 
+def activations_answer(rank):
+    """The ranks' answers differ in some steps: all run again where one guessed wrong."""
+    policies = (
+        *({}, {"schedule": "overlap"}, {"recompute": "units"}, {"strategy": "SHARD_GRAD_OP"}),
+        *({"strategy": "NO_SHARD"}, {"gather_unused": True}),
+    )
+    for fields in policies:
+        case = case_of(models.turns_if_hot)
+        train(rank, case, **fields)
+        model = case.model()
+        sharded = graphshard.compile(case.model(), graphshard.BlockPolicy(case.blocks, **fields))
+        answers = []
+        for seed in range(8):
+            torch.manual_seed(2 * seed + rank)
+            batch = drawn()
+            answers.append(bool(model.fc(batch["x"])[0, 0] > 0))
+            with torch.no_grad():
+                assert torch.equal(sharded(**batch), model(**batch))
+        assert len(sharded.programs) == 2
+        of_all = [[], []]
+        torch.distributed.all_gather_object(of_all, answers)
+        assert len({*zip(*of_all, strict=True)}) > 2  # some differ
+
+
+def other_units_by_activations(rank):
+    def forward(m, x, mask):
+        y = m.fc(x)
+        return (m.one(y) if y.sum() > 0 else m.other(y)).square().sum()
+
+    def build():
+        return Net(forward, fc=nn.Linear(4, 4), one=Block(), other=Block())
+
+    model = build()
+    policy = graphshard.BlockPolicy({Block}, gather_unused=True)
+    sharded = graphshard.compile(copy.deepcopy(model), policy)
+    for seed in range(0, 12, 2):
+        gives_the_mean(sharded, model, seed)
+    assert len(sharded.programs) == 2
+    sharded = graphshard.compile(build(), graphshard.BlockPolicy({Block}, merge_below=0))
+    torch.manual_seed(rank)
+    with pytest.raises(FingerprintError):
+        [sharded(torch.randn(6, 4), torch.ones(6, 4)) for _ in range(30)]
+
+
 def branches_that_raise(rank):
     assert len(train(rank, case_of(models.asserts), recompute="units").programs) == 1
 
@@ -93,13 +137,6 @@ def skips_blocks_by(draw):
                 x = block(x)
         return m.fc[-1](x).square().sum()
 
-    def backward(model, seed):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        model.zero_grad()
-        model(**drawn()).backward()
-
-    rank = torch.distributed.get_rank()
     model = Net(drops, fc=nn.Sequential(*(Block() for _ in range(6)), nn.Linear(4, 4)))
     policies = ({}, {"schedule": "overlap"}, {"recompute": "units"})
     for sharded in (
@@ -107,16 +144,28 @@ def skips_blocks_by(draw):
         for fields in policies
     ):
         for seed in (0, 2, 4):
-            backward(sharded, seed + rank)
-            found = full_grads(sharded)
-            expected = {name: torch.zeros_like(grad) for name, grad in found.items()}
-            for each in (seed, seed + 1):
-                backward(model, each)
-                for name, param in model.named_parameters():
-                    expected[name] += 0 if param.grad is None else param.grad / 2
-            assert all(torch.equal(found[name], expected[name]) for name in found)
-            assert len(found) == len(expected)
+            gives_the_mean(sharded, model, seed)
         assert len(sharded.programs) == 1
+
+
+def gives_the_mean(sharded, model, seed):
+    """Gradients are the mean of those of `model` for each rank, zeros where it has none."""
+
+    def backward(model, seed):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        model.zero_grad()
+        model(**drawn()).backward()
+
+    backward(sharded, seed + torch.distributed.get_rank())
+    found = full_grads(sharded)
+    expected = {name: torch.zeros_like(grad) for name, grad in found.items()}
+    for each in (seed, seed + 1):
+        backward(model, each)
+        for name, param in model.named_parameters():
+            expected[name] += 0 if param.grad is None else param.grad / 2
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert len(found) == len(expected)
 
 
 def other_units_on_each_rank(rank):
@@ -209,6 +258,8 @@ def units_out_of_order_are_refused(rank):
 
 ON_TWO = [
     inputs_answer,
+    activations_answer,
+    other_units_by_activations,
     buffers_answer,
     branches_that_raise,
     numbers_of_rounds_differ,

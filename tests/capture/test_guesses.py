@@ -1,0 +1,230 @@
+"""Code that decides by what it computes: a program guesses, and a wrong guess runs again."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+
+import numpy
+import pytest
+import question_models as models
+import torch
+from capture_models import Net, X, linear
+from loops import same_step
+from torch import nn
+
+import graphshard
+from graphshard.capture import captured
+from graphshard.errors import CaptureError
+from graphshard.program.sizes import check_sizes
+from graphshard.program.text import full_text
+
+POLICY = graphshard.SizePolicy(10)
+
+
+def step(model, sharded, *args):
+    same_step(model, sharded, *args, objective=lambda y: y.square().sum())
+
+
+def guesses(program):
+    return [node.kwargs["guess"] for node in program.nodes() if "guess" in node.kwargs]
+
+
+def is_hot(m, x):
+    return m.fc(x).mean() > 0
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda m, x: m.fc(x).mean() > 0,
+        lambda m, x: m.fc(x).std() > 5,
+        lambda m, x: m.fc(x).argmax() == 0,
+        lambda m, x: m.fc(x).argmax() != 5,
+        lambda m, x: (x > 0).sum() > m.fc(x).sum(),
+        lambda m, x: (m.plain > 1).any(),
+        lambda m, x: torch.as_tensor(m.array).sum() > 1,
+    ],
+)
+def test_each_answer_has_a_program(question):
+    model = Net(lambda m, x: m.fc(x.cos() if question(m, x) else x.sin()), fc=linear())
+    model.plain, model.array = torch.tensor(0), numpy.zeros(3)
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY, check=True)
+    answers = set()
+    for shift in (0.0, -4.0, 9.0, 0.0, -4.0):
+        answers.add(bool(question(model, X + shift)))
+        step(model, sharded, X + shift)
+    # A guess may be wrong at first.
+    assert len(answers) <= len(sharded.programs) <= 2
+
+
+def test_what_holds_for_all_ordinary_numbers_is_guessed():
+    model = Net(models.clamps, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    step(model, sharded, X)
+    for factor in (torch.inf, 1e6):
+        with torch.no_grad():
+            found, expected = sharded(X * factor), model(X * factor)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert [*map(guesses, sharded.programs)] == [[0, 1], [0, 1], [0], [0, 1]]
+
+
+def test_a_forward_that_runs_again_leaves_nothing_of_the_first_run():
+    """Buffers, dropout's bits, numbers of the host and plain values are those of one run."""
+
+    def forward(m, x):
+        m.calls += 1
+        y = m.drop(m.norm(m.fc(x))) * random.random() * numpy.random.rand()
+        if y.sum() > 0:
+            m.hot += 1
+            return m.fc(y) * m.calls
+        return m.norm(y).sin() * m.calls
+
+    parts = {"fc": linear(), "norm": nn.BatchNorm1d(4), "drop": nn.Dropout(0.4)}
+    model = Net(forward, **parts)
+    model.calls = model.hot = 0
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    after = []
+    for each in (model, sharded):
+        random.seed(1)
+        numpy.random.seed(1)
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(6):
+            each.zero_grad()
+            losses.append(each(X).square().sum())
+            losses[-1].backward()
+        grads = [param.grad for param in each.parameters()]
+        numbers = random.random(), numpy.random.rand(), each.calls, each.hot
+        after.append(([*losses, *grads, *each.buffers(), torch.rand(3)], numbers))
+    assert after[0][1] == after[1][1]
+    assert 0 < model.hot < 6
+    assert all(map(torch.equal, after[0][0], after[1][0]))
+
+
+def test_a_loop_until_values_allow_ends():
+    def forward(m, x):
+        while m.fc(x).norm() > 0.5:
+            x = x * 0.6
+        return m.fc(x).square()
+
+    model = Net(forward, fc=nn.Linear(4, 4, bias=False))
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    for scale in (1.0, 0.1, 3.0, 1.0):
+        step(model, sharded, X * scale)
+
+
+def test_questions_inside_of_ways_and_answers_of_inputs():
+    def forward(m, x, mask):
+        y = m.fc(x)
+        if y.max() > 1:
+            y = y * mask if mask.any() else m.fc(y)
+            if y.min() < -1:
+                return y.tanh()
+        return y.sin()
+
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    ones = torch.ones(6, 4)
+    for scale, mask in itertools.product((0.1, 1, 3, 30, 0.1), (ones, ones * 0)):
+        step(model, sharded, X * scale, mask)
+
+
+def test_sizes_that_change_and_their_guesses():
+    def forward(m, x):
+        y = m.fc(x)
+        return y.sum(0) if y.sum() > 0 else y.sin().mean(0)
+
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    for rows, sign in itertools.product((6, 5, 4, 3), (1, -1)):
+        step(model, sharded, X[:rows] * sign)
+
+
+def test_questions_about_sizes_whose_tensor_an_answer_leaves_unused():
+    def forward(m, x):
+        y = m.fc(x)
+        rows = (y[:, 0] > 0).nonzero()[:, 0]
+        return y if rows.numel() == 3 else y[rows]
+
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    first = model.fc(X)[:, 0].sort().values
+    for place in (1, 3, 4, 3):
+        model.fc.bias.data[0] -= first[place - 1 : place + 1].mean()
+        sharded.fc.bias.data[0] -= first[place - 1 : place + 1].mean()
+        step(model, sharded, X)
+        first = model.fc(X)[:, 0].sort().values
+    assert len(sharded.programs) == 2
+
+
+def test_the_dump_and_the_plan_say_what_is_guessed():
+    model = Net(lambda m, x: m.fc(x.cos() if is_hot(m, x) else x.sin()), fc=linear())
+    sharded = graphshard.compile(model, POLICY, example_inputs=(X.to("meta"),))
+    (note,) = [note for note in sharded.program.notes if "assumes that" in note]
+    assert note.startswith("assumes that the tensor is ")
+    assert note.endswith("; a call in which that is not so runs again")
+    assert f"note: {note}" in full_text(sharded.program)
+    assert [text for text in sharded.plan.warnings if note in text]
+
+
+def test_checks_come_after_the_guesses_they_may_depend_on():
+    model = Net(models.asserts_if_hot, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    for sign in (1, -1, 1):
+        step(model, sharded, X * sign * 20)
+    for program in sharded.programs:
+        places = [n.kwargs.get("guess", 99) for n in program.nodes() if n.target is check_sizes]
+        assert places == sorted(places)
+
+
+def test_more_answers_than_there_may_be_programs(monkeypatch):
+    monkeypatch.setattr(captured, "MOST_ANSWERS", 2)
+
+    def forward(m, x):
+        y = m.fc(x)
+        for row in y:
+            y = y * 2 if row.sum() > 0 else y.sin()
+        return y
+
+    sharded = graphshard.compile(Net(forward, fc=linear()), POLICY)
+    with pytest.raises(CaptureError, match=r"2 programs.*the tensor is (true|false), at .*forward"):
+        [sharded(X * sign) for sign in (1, -1, 1)]
+
+
+def test_an_answer_that_changes_from_run_to_run(monkeypatch):
+    class Flips:
+        turns = itertools.cycle((1.0, -1.0, -1.0, 1.0))
+
+    @torch.library.custom_op("graphshard_tests::flips", mutates_args=())
+    def flips(x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, next(Flips.turns))
+
+    flips.register_fake(torch.empty_like)
+
+    def forward(m, x):
+        y = m.fc(x)
+        z = flips(y.detach())
+        if z.sum() > 0:
+            y = y.sin() if z.min() > 0 else y * 3
+        return y if z.max() > 0 else m.fc(y)
+
+    sharded = graphshard.compile(Net(forward, fc=linear()), POLICY)
+    with pytest.raises(CaptureError, match="not the same when the same forward runs again"):
+        [sharded(X) for _ in range(4)]
+
+
+def test_a_backward_that_decides_is_refused():
+    class Decides(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3 if grad.sum() > 0 else grad
+
+    model = Net(lambda m, x: Decides.apply(m.fc(x)), fc=linear())
+    with pytest.raises(CaptureError, match=r"(?s)(backward decides|control flow).*in backward"):
+        graphshard.compile(model, POLICY, example_inputs=(X,))
