@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Capture:
     guesses: the questions that it guessed; its forward checks them, and runs again with another
         program where one is wrong.
     met: how its trace met values.
+    uncounted: those of what forward assigns that its calls leave alone, with a warning.
     """
 
     program: Program
@@ -69,6 +70,7 @@ class Capture:
     draws: tuple[Draw, ...] = ()
     guesses: tuple[Question, ...] = ()
     met: Met | None = None
+    uncounted: tuple[Assignment, ...] = ()
 
     def again(self, wrong: int | None, known: int) -> Met:
         """How to meet values where the guess `wrong` is wrong, and right are those before.
@@ -149,7 +151,7 @@ class Capture:
         guards = self.guards
         if self.program.sizes is None:
             guards = guards.and_of(after.guards).also_after(kept)
-        return replace(self, assigned=kept, guards=guards)
+        return replace(self, assigned=kept, guards=guards, uncounted=tuple(counters))
 
     def returns_as(self, other: Capture) -> bool:
         """Whether the two return and leave values of one structure, in the same places."""
@@ -175,6 +177,23 @@ class Capture:
                 place.write(value)
         for tensor in tensors[len(self.result.paths) :]:
             mark_left(tensor)
+
+
+def refuse_uncounted(captures: Iterable[Capture]) -> None:
+    """Refuse what calls of one program leave alone if another program computes with it.
+
+    Raises:
+        CaptureError: names it.
+    """
+    captures = list(captures)
+    uncounted = {each.place.identity for captured in captures for each in captured.uncounted}
+    for each in (each for captured in captures for each in captured.assigned):
+        if each.place.identity in uncounted:
+            raise CaptureError(
+                f"the forward assigns {each.place.path}, with which this call computes and others "
+                "do not, so those left it alone and its value is wrong now; register it as a "
+                f"buffer\n  at {each.at}"
+            )
 
 
 def refuse_more_programs(captures: Sequence[Capture], statement: str, state: str) -> None:

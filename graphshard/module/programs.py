@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from graphshard.capture.captured import Capture, Met, refuse_more_programs
+from graphshard.capture.captured import Capture, Met, refuse_more_programs, refuse_uncounted
 from graphshard.capture.code_walk import CodeWalk
 from graphshard.capture.dynamic import Dynamic, dims_above_one, enlarge_small_dims
 from graphshard.capture.guards import Watch
@@ -374,6 +375,7 @@ class Programs:
             if captured.assigned:
                 captured = self._assigning(captured, call, progress)
             captured.program.notes += notes
+            refuse_uncounted([captured, *chain.from_iterable(self._captures.values())])
             self._captures[key.capture] = [*captures, captured]
             self._made(key, len(captures), progress)
         except (CaptureError, PassError, VerifyError) as error:

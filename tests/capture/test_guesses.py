@@ -228,3 +228,18 @@ def test_a_backward_that_decides_is_refused():
     model = Net(lambda m, x: Decides.apply(m.fc(x)), fc=linear())
     with pytest.raises(CaptureError, match=r"(?s)(backward decides|control flow).*in backward"):
         graphshard.compile(model, POLICY, example_inputs=(X,))
+
+
+def test_a_counter_that_only_some_answers_compute_with_is_refused():
+    def forward(m, x):
+        m.calls += 1
+        y = m.fc(x)
+        return m.fc(y) * m.calls if y[0, 0] > 0 else y.sin()
+
+    model = Net(forward, fc=linear())
+    model.calls = 0
+    sharded = graphshard.compile(model, POLICY)
+    sign = model.fc(X)[0, 0].sign().item()
+    sharded.fc.bias.data.zero_()
+    with pytest.raises(CaptureError, match=r"assigns calls.*buffer\n  at .*m\.calls \+= 1"):
+        [sharded(X * each * sign) for each in (-1, -1, 1)]
