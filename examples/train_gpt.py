@@ -73,7 +73,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def peak_memory(device: torch.device) -> str:
-    """The most memory this rank held: allocated on CUDA, resident on CPU."""
+    """The most memory this process held, with torch itself: allocated on CUDA, resident on CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:

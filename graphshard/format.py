@@ -30,6 +30,12 @@ def human_seconds(value: float) -> str:
     return f"{value * 1e6:.3g} us"
 
 
+def rest_of(total: float, parts: Iterable[float]) -> float:
+    """The seconds of `total` that are not among `parts`, as `human_seconds` rounds these."""
+    shown, *others = (float(f"{seconds:.3g}") for seconds in (total, *parts))
+    return max(0.0, shown - sum(others))
+
+
 def human_count(number: float) -> str:
     """Format a count in powers of a thousand, two decimals from K on: "999", "6.74B"."""
     if abs(number) < 1000:

@@ -21,6 +21,7 @@ from torch import nn
 import graphshard
 from graphshard.cli.policy import backend_of, policy_of
 from graphshard.errors import PlanError
+from graphshard.format import meant
 from graphshard.hardware.hardware import Hardware
 from graphshard.planning.plan import ShardingPlan
 from graphshard.planning.searched import needs_groups
@@ -66,7 +67,10 @@ def load_model(spec: str) -> ModelAndInputs:
         return ModelAndInputs(model, (), inputs)
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute) or module_name.endswith(".py"):
-        raise PlanError(f"a factory is written pkg.module:function, without .py; got {spec!r}")
+        like = f"; did you mean {PREFIX}{spec}?" if spec.endswith(".json") else ""
+        raise PlanError(
+            f"a factory is written pkg.module:function, without .py; got {spec!r}{like}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -82,7 +86,8 @@ def load_model(spec: str) -> ModelAndInputs:
         raise ModelCodeError(f"importing {module_name} failed") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        raise PlanError(f"{module_name} has no function named {attribute!r}")
+        like = meant(attribute, vars(module))
+        raise PlanError(f"{module_name} has no function named {attribute!r}{like}")
     try:
         with torch.device("meta"):
             result = factory()
@@ -212,9 +217,9 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
         )
     except ValueError as error:
         raise PlanError(
-            f"{place} names no class that transformers has ({', '.join(named) or 'none'}), and is "
-            f"none of a causal language model ({first_line(error):.100}); give a factory "
-            "that returns the model and example inputs"
+            f"{place} is not of a causal language model, and names "
+            f"{' and '.join(named) or 'no architecture'}, which transformers has not; name one in "
+            "architectures, or give a factory that returns the model and example inputs"
         ) from error
     return model, {"input_ids": ids, "labels": ids}
 

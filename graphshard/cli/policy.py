@@ -112,6 +112,7 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     strategies = [strategy.value for strategy in Strategy]
     fields.add_argument(
         "--strategy",
+        type=str.upper,
         choices=strategies,
         metavar="NAME",
         default=unset,
@@ -201,6 +202,7 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     )
     fields.add_argument(
         "--param-dtype",
+        type=lambda text: text.removeprefix("torch."),
         choices=list(DTYPES),
         metavar="DTYPE",
         default=unset,
@@ -208,6 +210,7 @@ def add_policy_fields(command: argparse.ArgumentParser) -> None:
     )
     fields.add_argument(
         "--reduce-dtype",
+        type=lambda text: text.removeprefix("torch."),
         choices=list(DTYPES),
         metavar="DTYPE",
         default=unset,

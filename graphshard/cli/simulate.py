@@ -13,7 +13,7 @@ from graphshard.cost.against_trace import compare_trace
 from graphshard.cost.compare import compare
 from graphshard.cost.estimate import Estimate
 from graphshard.cost.plot import draw_beside
-from graphshard.errors import PolicyError
+from graphshard.errors import PlanError, PolicyError
 from graphshard.planning.plan import ShardingPlan
 from graphshard.progress import Progress
 from graphshard.simulation import simulate
@@ -153,6 +153,8 @@ def add_report(command: argparse.ArgumentParser) -> None:
 
 def run_report(options: argparse.Namespace, progress: Progress) -> str:
     """Write the page, and return its path."""
+    if options.out.is_dir():
+        raise PlanError(f"--out is a file to write; {options.out} is a folder")
     loaded = load_with_inputs(options, progress, "report")
     plan = plan_of(options, loaded, progress)
     with progress.stage("simulate"):

@@ -201,23 +201,7 @@ def _differences(both: Comparison) -> Iterator[str]:
         if not both.apart:
             found += ", which is within the error of predictions: the two cannot be told apart"
         yield sentence(f"{found}:")
-    compute = a.compute_seconds - b.compute_seconds
-    if abs(compute) > least:
-        of_a, of_b = (e.timeline.recomputed_flops / max(1, e.flops) for e in (a, b))
-        text = f": {of_b:.0%} of its FLOPs are recomputation, against {of_a:.0%}"
-        text = "" if of_a == of_b else text
-        yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{text}"
-    keys = {**both.causes[0], **both.causes[1]}
-    changes = []
-    for key in keys:
-        one, other = (causes.get(key) for causes in both.causes)
-        change = (one.seconds if one else 0.0) - (other.seconds if other else 0.0)
-        changes.append((change, one, other))
-    changes.sort(key=lambda entry: -abs(entry[0]))
-    for change, one, other in changes[:_MAX_DIFFERENCES]:
-        if abs(change) > least:
-            reason = _difference_text(both, one, other)
-            yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {reason}", "  ")
+    yield from _reasons(both, least)
     saved = both.smaller_by
     if abs(saved) > MIN_SHARE * a.peak_bytes:
         than = "below" if saved > 0 else "above"
@@ -231,6 +215,35 @@ def _differences(both: Comparison) -> Iterator[str]:
                 f"{name} does not fit in the {human_bytes(estimate.hardware.memory_bytes)} of "
                 f"{estimate.hardware.name}"
             )
+
+
+def _reasons(both: Comparison, least: float) -> Iterator[str]:
+    """Why one of the two is faster; what takes no more than `least` seconds is summed."""
+    a, b = both.a, both.b
+    compute = a.compute_seconds - b.compute_seconds
+    rest, more = both.faster_by, 0
+    if abs(compute) > least:
+        rest -= compute
+        of_a, of_b = (e.timeline.recomputed_flops / max(1, e.flops) for e in (a, b))
+        text = f": {of_b:.0%} of its FLOPs are recomputation, against {of_a:.0%}"
+        text = "" if of_a == of_b else text
+        yield f"  {human_seconds(abs(compute))} {_more(compute)} compute{text}"
+    keys = {**both.causes[0], **both.causes[1]}
+    changes = []
+    for key in keys:
+        one, other = (causes.get(key) for causes in both.causes)
+        change = (one.seconds if one else 0.0) - (other.seconds if other else 0.0)
+        changes.append((change, one, other))
+    changes.sort(key=lambda entry: -abs(entry[0]))
+    for place, (change, one, other) in enumerate(changes):
+        if abs(change) <= least or place >= _MAX_DIFFERENCES:
+            more += 1
+            continue
+        rest -= change
+        reason = _difference_text(both, one, other)
+        yield sentence(f"{human_seconds(abs(change))} {_more(change)} waiting: {reason}", "  ")
+    if abs(rest) > least and more:
+        yield f"  {human_seconds(abs(rest))} {_more(rest)}: {more} more"
 
 
 def _more(gained: float) -> str:

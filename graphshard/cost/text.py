@@ -12,7 +12,7 @@ from graphshard.cost.memory import OPTIMIZER, OPTIMIZER_STEP, SHARD_GRADIENTS, S
 from graphshard.cost.reasons import Cause, Reason
 from graphshard.cost.reserved import ReservedMemory
 from graphshard.cost.timeline import Transfer
-from graphshard.format import fold, human_bytes, human_seconds, sentence, table
+from graphshard.format import fold, human_bytes, human_seconds, rest_of, sentence, table
 from graphshard.planning.plan import padding_text
 from graphshard.policy.strategy import Strategy
 from graphshard.program.sizes import assumed_text
@@ -207,7 +207,8 @@ def _exposed(estimate: Estimate) -> Iterator[str]:
         )
     others = [cause.seconds for cause in causes if cause not in shown]
     if shown and others:
-        yield f"  {human_seconds(sum(others))}: {len(others)} more"
+        rest = rest_of(estimate.exposed_seconds, [cause.seconds for cause in shown])
+        yield f"  {human_seconds(rest)}: {len(others)} more"
 
 
 _MIN_FREE_SHARE = 0.02  # of what is reserved, for a segment's free bytes to be shown

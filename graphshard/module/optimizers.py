@@ -247,15 +247,16 @@ def require_elementwise(kind: Any, elementwise: bool | None) -> None:
     """
     if any(kind is getattr(torch.optim, name, None) for name in NOT_ELEMENTWISE):
         # With torch 2.13 LBFGS and Muon step on DTensors to the values of the plain model.
-        made = (
-            "(sharded.full_parameters().values()), with its step inside of `with "
-            "sharded.unsharded(with_grads=True):`, since it fails on DTensors"
-            if kind.__name__ == "Adafactor"
-            else "(sharded.parameters())"
-        )
+        instead = {
+            "Adafactor": "make torch.optim.Adafactor(sharded.full_parameters().values()), with its "
+            "step inside of `with sharded.unsharded(with_grads=True):`, since it fails on DTensors",
+            "LBFGS": "make torch.optim.LBFGS(sharded.parameters())",
+            "Muon": "make torch.optim.Muon of those of sharded.parameters() with two dimensions",
+            "SparseAdam": "take Adam, since gradients are dense here, which it does not take",
+        }
         raise PolicyError(
             f"{kind.__name__} looks at whole tensors, and on a rank's part of them would compute "
-            f"something else; make torch.optim.{kind.__name__}{made}"
+            f"something else; {instead[kind.__name__]}"
         )
     if not (_is_known(kind) if elementwise is None else elementwise):
         raise PolicyError(

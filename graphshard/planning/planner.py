@@ -297,9 +297,9 @@ def mesh_sizes(mesh_shape: Sequence[int] | str) -> tuple[int, ...]:
     Raises:
         PlanError: they are no whole numbers of at least 1.
     """
-    sizes: tuple[Any, ...] = tuple(mesh_shape)
+    sizes: tuple[Any, ...] = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     if isinstance(mesh_shape, str):
-        parts = [part.strip() for part in re.split("[x,]", mesh_shape.strip("() "))]
+        parts = [part.strip() for part in re.split("[x,]", mesh_shape.strip("(), "))]
         sizes = tuple(int(part) if part.isdecimal() else part for part in parts)
     if any(type(size) is not int or size < 1 for size in sizes):
         raise PlanError(

@@ -82,8 +82,8 @@ class MixedPrecision:
     def __post_init__(self) -> None:
         for field in fields(self):
             name = getattr(self, field.name)
-            if isinstance(name, str) and name in DTYPES:
-                object.__setattr__(self, field.name, DTYPES[name])
+            if isinstance(name, str) and (dtype := DTYPES.get(name.removeprefix("torch."))):
+                object.__setattr__(self, field.name, dtype)
         check_fields(self, _CHECKS, prefix="mixed_precision: ")
 
     def __str__(self) -> str:

@@ -46,7 +46,8 @@ def load_full_state(module: nn.Module, state: Mapping[Any, Any], *, strict: bool
         if name in tensors and tuple(value.shape) != tuple(tensors[name].shape):
             raise CheckpointError(
                 f"{name!r} has shape {list(value.shape)} in the checkpoint and "
-                f"{list(tensors[name].shape)} in the model"
+                f"{list(tensors[name].shape)} in the model; build it with the "
+                "sizes of the checkpoint's, or load another one"
             )
     mismatched = sorted(tensors.keys() ^ state.keys())
     if strict and mismatched:

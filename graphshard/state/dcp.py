@@ -131,6 +131,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, trust: bool = False) -> Sto
 
 def _hint(folder: Path) -> str:
     """The likely reason why `folder` is no checkpoint."""
+    if folder.is_file():
+        return (
+            "it is a file; load one of torch.save by load_full_state_dict(torch.load(file)), one "
+            "of safetensors by load_safetensors(file)"
+        )
     if not folder.is_dir():
         return "it does not exist"
     if any(folder.glob("*.safetensors")):

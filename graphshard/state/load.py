@@ -136,7 +136,7 @@ def _require_fit(
     if tuple(shape) != state_tensor.shape:
         raise CheckpointError(
             f"{key!r} has shape {list(shape)} in the checkpoint and {list(state_tensor.shape)} in "
-            "the model"
+            "the model; build it with the sizes of the checkpoint's, or load another one"
         )
     if dtype_kind(dtype) != dtype_kind(state_tensor.dtype):
         raise CheckpointError(

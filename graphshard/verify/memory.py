@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphshard.errors import BudgetError
+from graphshard.format import human_bytes
 from graphshard.program import ops
 from graphshard.program.aliases import aliases_of, unpacks
 from graphshard.program.collective import Collective
@@ -117,15 +118,15 @@ def check_budget(facts: Facts) -> None:
         place = live.index(peak)
         held = [storage for storage in storages.all if storage.born <= place <= storage.dies]
         raise BudgetError(
-            f"memory_budget={budget:,} is too small for a step that holds {peak:,} bytes at once "
-            f"({_held_text(held)}); give at least {peak:,} bytes, or recompute more, make smaller "
-            "units, prefetch less, or take a smaller batch\n"
+            f"memory_budget={budget:,} is too small for a step that holds {human_bytes(peak)} at "
+            f"once ({_held_text(held)}); give at least {peak:,} bytes, or recompute more, make "
+            "smaller units, prefetch less, or take a smaller batch\n"
             f"{facts.fault('budget', facts.nodes[place], 'most is held here')}"
         )
 
 
 def _held_text(held: list[Storage], shown: int = 3) -> str:
-    """Bytes by kind and of the largest units: "returned 640: layers.1 384, (root) 256"."""
+    """Bytes by kind and of the largest units: "returned 64 B: layers.1 48 B, (root) 16 B"."""
     texts = []
     for kind in KINDS:
         by_unit: dict[str, int] = {}
@@ -134,7 +135,9 @@ def _held_text(held: list[Storage], shown: int = 3) -> str:
                 by_unit[storage.unit] = by_unit.get(storage.unit, 0) + storage.size
         if by_unit:
             ranked = sorted(by_unit.items(), key=lambda item: (-item[1], item[0]))
-            named = ", ".join(f"{unit or '(root)'} {size:,}" for unit, size in ranked[:shown])
+            named = ", ".join(
+                f"{unit or '(root)'} {human_bytes(size)}" for unit, size in ranked[:shown]
+            )
             more = f" and {len(ranked) - shown} units more" if len(ranked) > shown else ""
-            texts.append(f"{kind} {sum(by_unit.values()):,}: {named}{more}")
+            texts.append(f"{kind} {human_bytes(sum(by_unit.values()))}: {named}{more}")
     return "; ".join(texts)

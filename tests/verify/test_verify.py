@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from toy_programs import BATCH, VOCAB, WIDTH, aten, emit, named
 
 from graphshard.errors import VerifyError
+from graphshard.format import human_bytes
 from graphshard.policy.units import Policy
 from graphshard.program import ops
 from graphshard.program.program import FORWARD, Program, signature
@@ -236,14 +237,14 @@ def test_budget() -> None:
         toys.rewritten(toys.blocks, Policy(memory_budget=most - 1))
     said, rule, where, *_ = str(raised.value).splitlines()
     x, h, wide = 4 * BATCH * WIDTH, 4 * BATCH * 8, 4 * BATCH * VOCAB
-    grad = 4 * 8 * WIDTH
+    grad, size = 4 * 8 * WIDTH, human_bytes
     assert said == (
-        f"memory_budget={most - 1:,} is too small for a step that holds {most:,} bytes at once "
-        f"(unsharded parameters "
-        f"{root + 2 * block:,}: (root) {root:,}, layers.0 {block:,}, layers.1 {block:,}; saved for "
-        f"backward {2 * x + h:,}: layers.0 {x + h:,}, (root) {x:,}; gradients to reduce "
-        f"{4 * grad + 240:,}: layers.1 {2 * grad:,}, layers.2 {2 * grad:,}, (root) 240; returned "
-        f"{wide:,}: (root) {wide:,}; at work 224: layers.1 224); give at least {most:,} bytes, or "
+        f"memory_budget={most - 1:,} is too small for a step that holds {size(most)} at once "
+        f"(unsharded parameters {size(root + 2 * block)}: (root) {size(root)}, layers.0 "
+        f"{size(block)}, layers.1 {size(block)}; saved for backward {size(2 * x + h)}: layers.0 "
+        f"{size(x + h)}, (root) {size(x)}; gradients to reduce {size(4 * grad + 240)}: layers.1 "
+        f"{size(2 * grad)}, layers.2 {size(2 * grad)}, (root) 240 B; returned {size(wide)}: (root) "
+        f"{size(wide)}; at work 224 B: layers.1 224 B); give at least {most:,} bytes, or "
         "recompute more, make smaller units, prefetch less, or take a smaller batch"
     )
     assert (
