@@ -218,8 +218,8 @@ def model_of_config(spec: str) -> tuple[nn.Module, dict[str, Any]]:
     except ValueError as error:
         raise PlanError(
             f"{place} is not of a causal language model, and names "
-            f"{' and '.join(named) or 'no architecture'}, which transformers has not; name one in "
-            "architectures, or give a factory that returns the model and example inputs"
+            f"{' and '.join(named) or 'no architecture'}, which transformers has not; let it name "
+            "one of a language model, or give a factory that returns model and example inputs"
         ) from error
     return model, {"input_ids": ids, "labels": ids}
 

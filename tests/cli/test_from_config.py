@@ -53,7 +53,7 @@ def test_without_a_class_it_is_for_causal_language_modelling(
     ("kind", "named", "sizes", "message"),
     [
         ("Llama", "LlamaForSequenceClassification", "", "not made of tokens and labels alone"),
-        ("ViT", "", "", "names no class that transformers has (none), and is none of a causal"),
+        ("ViT", "", "", "is not of a causal language model, and names no architecture, which"),
         ("Llama", "", "@4", "behind @ stands BATCHxTOKENS, such as 4x2048; got '4'"),
     ],
 )
