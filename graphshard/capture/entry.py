@@ -92,7 +92,7 @@ def capture(
 def _capture_with_draws(example: Example, draws: tuple[Draw, ...]) -> Capture:
     """Trace a step that draws numbers on the host, which are inputs."""
     try:
-        return _capture_sizes_by_values([], replace(example, draws=Expected(draws)))
+        return _capture_sizes_by_values(replace(example, draws=Expected(draws)))
     except (CaptureError, DrawsError) as error:
         drawn = ", ".join(map(str, dict.fromkeys(draws)))
         refusal = CaptureError(
@@ -122,10 +122,7 @@ def _capture_in_turn(example: Example) -> Capture:
         raise
     except CaptureError as error:
         _forget(error)
-    errors: list[CaptureError] = []
-    captured = _capture_sizes_by_values(errors, example)
-    _forget(*errors)
-    return captured
+    return _capture_sizes_by_values(example)
 
 
 def _capture_deciding(example: Example, error: CaptureError, given: Example) -> Capture:
@@ -168,31 +165,34 @@ def _forget(*errors: Exception) -> None:
             each = each.__cause__
 
 
-def _capture_sizes_by_values(errors: list[CaptureError], example: Example) -> Capture:
+def _capture_sizes_by_values(example: Example) -> Capture:
     """Trace a step that needs sizes and numbers that depend on values.
 
-    If it can, it decides nothing by them, but for whether there is anything at all. `errors` are
-    added to.
+    If it can, it decides nothing by them, but for whether there is anything at all.
     """
     for trace in (_capture_as_is_or_functional, _capture_as_compiling):
         try:
             return trace(example, values=Values.AS_SIZES)
         except CaptureError as error:
-            errors.append(error)
-        cause: Any = errors[-1].__cause__
+            cause: Any = error.__cause__
+            _forget(error)
         if isinstance(cause, undecided_error()) and asks_if_empty(cause.cond) is not None:  # type: ignore[attr-defined]
             try:
                 captured = trace(example, values=Values.NOT_EMPTY)
             except CaptureError as error:
-                errors[-1].add_note(f"Where no size is 0 it fails otherwise: {error}")
                 _forget(error)
             else:
                 return admit_empty(captured, partial(trace, example, values=Values.EMPTY))
-    return _capture_answered(errors[0], errors[1], example)
+    return _capture_answered(example)
 
 
-def _capture_answered(as_is: CaptureError, compiling: CaptureError, example: Example) -> Capture:
-    """Trace a step that decides by values; the errors are those of traces that may not."""
+def _capture_answered(example: Example) -> Capture:
+    """Trace a step that decides by values.
+
+    Raises:
+        CaptureError, DrawsError: that of the first way.
+    """
+    errors: list[CaptureError | DrawsError] = []
     draws = example.draws.known
     answered = (_capture_as_is_or_functional, Values.ANSWERED)
     both_ways = (
@@ -209,11 +209,9 @@ def _capture_answered(as_is: CaptureError, compiling: CaptureError, example: Exa
             )
             if ends and not draws:
                 raise
-            _forget(error)
-    if _looks_at_values(compiling):
-        raise compiling from compiling.__cause__
-    as_is.add_note(f"With torch.compiler.is_compiling() true it fails otherwise: {compiling}")
-    raise as_is from as_is.__cause__
+            errors.append(error)
+    _forget(*errors[1:])
+    raise errors[0]
 
 
 def _capture_as_compiling(example: Example, values: Values = Values.UNKNOWN) -> Capture:

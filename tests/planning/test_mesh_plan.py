@@ -180,7 +180,7 @@ def test_parts_count_as_long_as_they_are_kept() -> None:
     assert live[program.first_backward().prev] == root + 3 * part
     assert live[program.output_node.prev] == 0
     # And in what a step holds at once, which a budget bounds.
-    said = r"unsharded parameters 1,728: \(root\) 576, layers\.1 576"
+    said = r"unsharded parameters 1\.69 KiB: \(root\) 576 B, layers\.1 576 B"
     with pytest.raises(VerifyError, match=said):
         toys.rewritten(toys.blocks, Policy(reshard_after_forward=2, memory_budget=1))
 
