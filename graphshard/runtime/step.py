@@ -356,7 +356,8 @@ class _Call:
             if step.on_non_finite is not None:
                 self.replay = Replay.of(step, self.inputs, args)
             try:
-                outputs, mutations, tensors, self.saved_others = self._run(args)
+                run = step.forward_graph.run if step.cuda_graphs is None else self._run_graphs
+                outputs, mutations, tensors, self.saved_others = run(args)
             except WrongGuessError as error:
                 wrong = error
                 if bindings.group.backend == "gloo":
@@ -371,8 +372,8 @@ class _Call:
         self.inputs = []
         return tensors
 
-    def _run(self, args: list[Any]) -> Any:
-        """Outputs, values to write, tensors saved for backward, and what else is saved."""
+    def _run_graphs(self, args: list[Any]) -> Any:
+        """As `LoweredGraph.run`, as a CUDA graph where that is possible."""
         step, graphs, count = self.step, self.step.cuda_graphs, len(self.inputs)
         run = step.forward_graph.run
         if graphs is not None and graphs.replays(args, count):
