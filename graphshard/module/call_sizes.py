@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from graphshard.capture.dynamic import AUTO, Arguments, Dynamic, Names, drop_names
-from graphshard.capture.structure import CALL, Structure, comparable, take_apart
+from graphshard.capture.structure import Structure
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import FixedSizeError, GraphshardError
 from graphshard.policy.base import Policy
@@ -163,40 +163,6 @@ class Call(NamedTuple):
     def without(self, unwanted: Collection[str]) -> Call:
         """The call with fixed sizes in place of the symbols `unwanted`."""
         return self._replace(names=drop_names(self.names or (), unwanted))
-
-
-_TENSORS = (Tensor, nn.Parameter)
-
-_FLAT = frozenset({type(None), bool, int, float, str})
-
-
-class FlatCalls:
-    """A cache of the structures of calls without nested arguments."""
-
-    def __init__(self) -> None:
-        self._by_form: dict[tuple[Any, ...], Structure] = {}
-
-    def take_apart(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], Structure]:
-        """Flatten a call as `structure.take_apart` does, faster for known forms."""
-        tensors: list[Tensor] = []
-        form: list[Any] = [len(args), *kwargs]
-        for value in (*args, *kwargs.values()):
-            kind = type(value)
-            if kind in _TENSORS:
-                form.append(Tensor)
-                tensors.append(value)
-            elif kind in _FLAT:
-                # With the type: True is not 1.
-                form += (kind, comparable(value) if kind is float else value)
-            else:
-                return take_apart((args, kwargs), name=CALL)
-        structure = self._by_form.get(tuple(form))
-        if structure is None:
-            tensors, structure = take_apart((args, kwargs), name=CALL)
-            self._by_form[tuple(form)] = structure
-        return tensors, structure
 
 
 class CallSizes:

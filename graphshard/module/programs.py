@@ -21,11 +21,11 @@ from graphshard.capture.guards import Watch
 from graphshard.capture.host_draws import random_states_kept
 from graphshard.capture.input_checks import as_plain, require_values_of, signature_of
 from graphshard.capture.places import Buffer
-from graphshard.capture.structure import CALL, take_apart
+from graphshard.capture.structure import CALL, FlatCalls, take_apart
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
 from graphshard.errors import CaptureError, PassError, RuntimeStateError, VerifyError, warn_user
 from graphshard.format import some_of
-from graphshard.module.call_sizes import Call, CallSizes, FlatCalls
+from graphshard.module.call_sizes import Call, CallSizes
 from graphshard.module.meta_model import set_flags
 from graphshard.module.sharded_tree import Changes, training_flags
 from graphshard.program.collective import REDUCED, Mode

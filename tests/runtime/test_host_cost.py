@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphshard
 from examples.gpt import GPT, Block, GPTConfig
-from graphshard.capture.structure import CALL, take_apart
-from graphshard.module.call_sizes import FlatCalls
+from graphshard.capture.structure import CALL, FlatCalls, take_apart
 from graphshard.runtime import codegen as operator_calls
 from graphshard.runtime.codegen import call_of
 
