@@ -7,6 +7,7 @@ random; on GPUs within the rounding of other kernels.
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,45 @@ def parts(rank: int) -> None:
 
 def test_ranks_that_part_are_told() -> None:
     run_ranks(parts, 2, device="cuda", timeout=200.0)
+
+
+class Decides(nn.Module):
+    """Goes one of two ways by what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.drop(layer(x)).tanh()
+        return (x * 3).sin().sum() if x[0, 0] > 0 else x.cos().square().sum()
+
+
+def answers_differ(rank: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    plain = Decides().to(device)
+    sharded = graphshard.compile(copy.deepcopy(plain), graphshard.BlockPolicy({nn.Linear}))
+    for seed in range(8):
+        losses = []
+        for each in (plain, sharded):
+            torch.manual_seed(10 * seed + rank)
+            loss = each(torch.randn(4, 8, device=device))
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+    assert len(sharded.programs) == 2
+    grads = {name: full_tensor(param.grad) for name, param in sharded.named_parameters()}
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        dist.all_reduce(param.grad)
+        torch.testing.assert_close(grads[name], param.grad / 2)
+
+
+def test_ranks_that_guess_wrong_run_again() -> None:
+    run_ranks(answers_differ, 2, device="cuda", timeout=200.0)
 
 
 def waits_for_nothing(rank: int) -> None:
