@@ -43,6 +43,11 @@ class Met:
     compiling: bool
     answers: tuple[bool, ...] = ()
 
+    @property
+    def way(self) -> tuple[Any, ...]:
+        """What traces that ask the same questions have in common."""
+        return self.values, self.draws.of_torch, self.compiling
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -72,19 +77,20 @@ class Capture:
     met: Met | None = None
     uncounted: tuple[Assignment, ...] = ()
 
-    def again(self, wrong: int | None, known: int) -> Met:
+    def again(self, wrong: int | None, before: Met | None) -> Met:
         """How to meet values where the guess `wrong` is wrong, and right are those before.
 
         wrong: None if all are right.
-        known: the number of answers that were known.
+        before: the same for what ran before this capture in the same call, if anything did.
 
         Raises:
-            CaptureError: what was known is wrong now.
+            CaptureError: what was right is wrong now.
         """
         assert self.met is not None
         answers = tuple(guess.answer for guess in self.guesses)
         if wrong is not None:
-            if wrong < known:
+            is_known = before is not None and before.way == self.met.way
+            if is_known and wrong < len(before.answers):  # type: ignore[union-attr]
                 raise CaptureError(
                     "the model decides by a value that is not the same when the same forward runs "
                     f"again: {self.guesses[wrong].statement(answers[wrong])}. Let it compute both "
@@ -93,9 +99,15 @@ class Capture:
             answers = (*answers[:wrong], not answers[wrong])
         return replace(self.met, answers=answers)
 
-    def guessed_otherwise(self, answers: Sequence[bool]) -> Question | None:
-        """The first question that it guessed otherwise than the first `answers` say."""
-        pairs = zip(self.guesses, answers, strict=False)
+    def answers_as(self, again: Met) -> bool:
+        """Whether it guesses what is known."""
+        assert self.met is not None
+        is_short = len(self.guesses) < len(again.answers)
+        return self.met.way == again.way and not is_short and not self.guessed_otherwise(again)
+
+    def guessed_otherwise(self, again: Met) -> Question | None:
+        """The first question that it guessed otherwise than is known."""
+        pairs = zip(self.guesses, again.answers, strict=False)
         return next((guess for guess, answer in pairs if guess.answer != answer), None)
 
     def answered_otherwise(
@@ -180,20 +192,23 @@ class Capture:
 
 
 def refuse_uncounted(captures: Iterable[Capture]) -> None:
-    """Refuse what calls of one program leave alone if another program computes with it.
+    """Refuse what calls of one program leave alone if another program reads it.
 
     Raises:
         CaptureError: names it.
     """
     captures = list(captures)
-    uncounted = {each.place.identity for captured in captures for each in captured.uncounted}
-    for each in (each for captured in captures for each in captured.assigned):
-        if each.place.identity in uncounted:
-            raise CaptureError(
-                f"the forward assigns {each.place.path}, with which this call computes and others "
-                "do not, so those left it alone and its value is wrong now; register it as a "
-                f"buffer\n  at {each.at}"
-            )
+    uncounted = {each.place.identity: each for captured in captures for each in captured.uncounted}
+    for captured in captures if uncounted else ():
+        own = {each.place.identity for each in captured.uncounted}
+        for place in captured.guards.places:
+            if place.identity in uncounted and place.identity not in own:
+                each = uncounted[place.identity]
+                raise CaptureError(
+                    f"the forward assigns {each.place.path}{each.at}, with which some calls "
+                    "compute and others do not, so those left it alone and its value is wrong "
+                    "now; register it as a buffer"
+                )
 
 
 def refuse_more_programs(captures: Sequence[Capture], statement: str, state: str) -> None:

@@ -106,9 +106,7 @@ def _capture_with_draws(example: Example, draws: tuple[Draw, ...]) -> Capture:
 def _capture_in_turn(example: Example) -> Capture:
     """Trace a step as it is, or else as torch.compile sees it, or else by the values it needs."""
     if example.again is not None:
-        met, trace = example.again, _capture_as_is_or_functional
-        trace = _capture_as_compiling if met.compiling else trace
-        return trace(replace(example, draws=met.draws), values=met.values)
+        return _capture_again(example, example.again)
     try:
         return _capture_as_is_or_functional(example)
     except CaptureError as error:
@@ -123,6 +121,27 @@ def _capture_in_turn(example: Example) -> Capture:
     except CaptureError as error:
         _forget(error)
     return _capture_sizes_by_values(example)
+
+
+def _capture_again(example: Example, met: Met) -> Capture:
+    """Trace a call as `met` says, or else guessing."""
+    trace = _capture_as_compiling if met.compiling else _capture_as_is_or_functional
+    draws, values = met.draws, met.values
+    while True:
+        try:
+            return trace(replace(example, draws=draws), values=values)
+        except DrawsError as error:
+            if len(error.draws) <= len(draws.known):
+                raise
+            draws = replace(draws, known=error.draws)
+            _forget(error)
+        except CaptureError as error:
+            if values is Values.GUESSED:
+                raise
+            _forget(error)
+        if values is not Values.GUESSED:  # it asks other questions
+            trace, values = _capture_as_is_or_functional, Values.GUESSED
+            example = replace(example, again=replace(met, answers=()))
 
 
 def _capture_deciding(example: Example, error: CaptureError, given: Example) -> Capture:

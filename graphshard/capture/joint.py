@@ -93,8 +93,9 @@ class _Builder:
         if self.sizes is None:
             self._copy_nodes()
         else:
+            guessed = {s for each in self.sizes.guesses for s in each.condition.free_symbols}
             self.sizes.unread = drop_unread_items(
-                self.joint.graph, self.sizes.environment, self.sizes.asked
+                self.joint.graph, self.sizes.environment, self.sizes.asked, guessed
             )
             self._equate_tangents(tangents)
             self._copy_nodes(SizeNodes(self.graph, self.sizes, [entry.node for entry in inputs]))

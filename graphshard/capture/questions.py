@@ -22,8 +22,8 @@ from torch import Tensor
 from graphshard.capture.errors import IS_FALSE, IS_TRUE, question_text
 from graphshard.capture.raising import raising_answer
 from graphshard.capture.recipes import Leaf, Recipe, Recipes
-from graphshard.errors import user_line_here
-from graphshard.program.sizes import Sizes, expression_text, hint, without_folder
+from graphshard.errors import CaptureError, user_line_here
+from graphshard.program.sizes import Guess, Sizes, expression_text, hint, without_folder
 from graphshard.torch_private import trace as torch_trace
 from graphshard.torch_private import unbacked
 from graphshard.torch_private.compat import size_expression
@@ -38,8 +38,8 @@ _USUAL = 3
 """What stands for integers among inputs without values: no padding, and in every vocabulary."""
 
 
-_PATIENCE = 8
-"""How often a line gets the same answer where it is not known."""
+_MOST = 256
+"""How many answers a trace guesses."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Questions:
     def begin_run(self) -> None:
         """Note that the trace runs the model now."""
         self._sizes.begin_run()
-        self.asked, self.assumed, self.guessed = [], [], []
+        self.asked, self.assumed, self.guessed, self._sizes.guesses = [], [], [], []
 
     def close(self) -> list[str]:
         """End the trace; gives what the program takes to be so, as notes."""
@@ -177,20 +177,19 @@ class Questions:
         return answer
 
     def _guess(self, condition: Any, question: Question, likely: bool) -> Any:
-        """The answer that is known, or else one that each call checks.
-
-        It is the last one that is known of the line, or the `likely` one. A line that asks on gets
-        the other one, so that a loop ends.
-        """
-        number, known = len(self.guessed), len(self._known)
-        before = [guess for guess in self.guessed[:known] if guess.line == question.line]
-        answer = before[-1].answer if before else likely
-        if number < known:
-            answer = self._known[number]
-        elif sum(guess.line == question.line for guess in self.guessed[known:]) >= _PATIENCE:
-            answer = not answer
+        """The answer that is known, or else the `likely` one, which each call checks."""
+        number = len(self.guessed)
+        if number == _MOST:
+            raise CaptureError(
+                f"the forward decides {_MOST} times by what it computes, as a loop does that "
+                "values end; bound the rounds of the loop, and skip by torch.where"
+            )
+        answer = self._known[number] if number < len(self._known) else likely
         self.guessed.append(replace(question, answer=answer))
-        return self._promise(condition, answer=answer, guess=number)
+        self._sizes.guesses.append(Guess(condition, answer, user_line_here()))
+        if any(map(unbacked.is_float, condition.free_symbols)):
+            return sympy.sympify(answer)  # of NaN neither a comparison nor its contrary is true
+        return self._promise(condition, answer=answer, is_guess=True)
 
     def is_one(self, size: Any) -> bool:
         """Whether a size is 1; if nothing tells, the program checks that it is not."""
@@ -219,9 +218,9 @@ class Questions:
         evaluate = self._sizes.evaluator([condition], recipes)
         return Question(asked, line, None, condition, recipes, evaluate)
 
-    def _promise(self, condition: Any, *, answer: bool, guess: int | None = None) -> Any:
+    def _promise(self, condition: Any, *, answer: bool, is_guess: bool = False) -> Any:
         condition = condition if answer else sympy.Not(condition)
-        unbacked.promise(self._sizes.environment, condition, guess)
+        unbacked.promise(self._sizes.environment, condition, is_guess=is_guess)
         return sympy.sympify(answer)
 
     def _answered_by_call(self, condition: Any) -> Any:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -144,6 +143,7 @@ class Programs:
         self._holding: set[int] = set()  # captures, by identity, whose state is as it was
         self._again: Met | None = None  # this call, which ran already and guessed wrong
         self._put_back = random_states_kept()  # to what they were before it
+        self._served: set[Step] = set()
         self._resident = ResidentRows(self._shards, bindings.agreement)
 
     def written_buffers(self) -> frozenset[str]:
@@ -169,7 +169,7 @@ class Programs:
             except NotImplementedError:
                 require_values_of(tensors, structure)
                 raise
-        if self._resident.shards:
+        if self._resident.shards and self._again is None:  # the others may not run again
             self._resident.compare()
         step = self._step(Call(tensors, structure, entry))
         if step.capture.guesses:
@@ -178,6 +178,9 @@ class Programs:
 
     def assign(self, step: Step) -> None:
         """Assign what the forward that `step` ran assigns."""
+        if step not in self._served:
+            self._served.add(step)
+            refuse_uncounted([served.capture for served in self._served])
         if step.capture.assigned and step.capture.assign():
             self.changes.attributes += 1  # so that the next call looks
 
@@ -187,17 +190,12 @@ class Programs:
         Raises:
             CaptureError: the answer was another one a moment ago.
         """
-        self._again = step.capture.again(wrong, known=len(self._answers))
+        self._again = step.capture.again(wrong, self._again)
         self._put_back()
 
     def end_call(self) -> None:
         """Note that the next call is another one."""
         self._again = None
-
-    @property
-    def _answers(self) -> tuple[bool, ...]:
-        """The answers of this call that are known, to the first questions guessed."""
-        return () if self._again is None else self._again.answers
 
     def capture_example(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Stages | None = None
@@ -301,7 +299,7 @@ class Programs:
         sizes = captured.program.sizes
         if sizes is not None and not sizes.admits(sizes.values(call.tensors)):
             return False
-        if self._again is not None and captured.guessed_otherwise(self._answers):
+        if self._again is not None and not captured.answers_as(self._again):
             return False
         if not captured.questions:
             return True
@@ -371,11 +369,10 @@ class Programs:
             described |= self._differences(captured, call)
         refuse_more_programs(captures, described.get(_ANSWERS, ""), described.get(_STATE, ""))
         try:
-            captured = self._capture(call, progress)
+            captured = self._capture(call, progress, self._again)
             if captured.assigned:
                 captured = self._assigning(captured, call, progress)
             captured.program.notes += notes
-            refuse_uncounted([captured, *chain.from_iterable(self._captures.values())])
             self._captures[key.capture] = [*captures, captured]
             self._made(key, len(captures), progress)
         except (CaptureError, PassError, VerifyError) as error:
@@ -407,7 +404,7 @@ class Programs:
         if other := captured.answered_otherwise(call.tensors, self.bindings.buffer):
             question, answer = other
             described[_ANSWERS] = question.statement(answer)
-        if guess := captured.guessed_otherwise(self._answers):
+        if self._again is not None and (guess := captured.guessed_otherwise(self._again)):
             described[_ANSWERS] = guess.statement(not guess.answer)
         return described
 
@@ -424,7 +421,7 @@ class Programs:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                after = self._capture(call, progress)
+                after = self._capture(call, progress, captured.again(None, None))
         except CaptureError:  # as the second call will be
             return captured
         finally:
@@ -432,7 +429,7 @@ class Programs:
                 each.place.write(value)
         return captured.followed_by(after)
 
-    def _capture(self, call: Call, progress: Stages) -> Capture:
+    def _capture(self, call: Call, progress: Stages, again: Met | None) -> Capture:
         from graphshard.capture.entry import capture  # with all that a trace needs
 
         args, kwargs = call.structure.build(call.tensors)
@@ -451,7 +448,7 @@ class Programs:
                 precisions=bindings.plan.precisions,
                 buffer=bindings.buffer,
                 progress=progress,
-                again=self._again,
+                again=again,
             )
 
     @cached_property

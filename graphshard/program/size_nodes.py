@@ -11,7 +11,7 @@ operator. What the model promises about such sizes is checked by a node behind t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -157,59 +157,51 @@ class SizeNodes:
         return node
 
     def _insert_checks(self) -> None:
-        """Insert a node for each promise, behind the nodes of the numbers that it is about.
-
-        With guesses among them all stand at the end of forward: there no collective is left that
-        other ranks wait for, and what else does not hold may be the fault of a wrong guess.
-        """
+        """Insert a node for each promise, behind the nodes of the numbers that it is about."""
         place = {node: index for index, node in enumerate(self.graph.nodes)}
         of_symbol = dict(self.by_values)
         for size in self.sizes.symbols:
             key = torch.SymInt, size.symbol
             if key in self.by_size:
                 of_symbol[size.symbol] = self.by_size[key]
-        promises = list(self.sizes.promises())
-        guesses = any(promise.guess is not None for promise in promises)
-        *_, end = (node for node in place if node.meta.get("phase") == FORWARD)
-        # Each goes behind the same node, so before those that went there.
-        for promise in sorted(promises, key=_first_guesses, reverse=guesses):
-            symbols = sorted(promise.condition.free_symbols, key=str)
-            text = expression_text(promise.condition, self.sizes.names)
+        # Of one number the first stands first: what else does not hold may be its fault.
+        for condition, line, kwargs in reversed([*self._checks()]):
+            symbols = sorted(condition.free_symbols, key=str)
+            text = expression_text(condition, self.sizes.names)
             if not of_symbol.keys() >= set(symbols):
-                if promise.condition in self.sizes.of_slices:
+                if condition in self.sizes.of_slices:
                     continue  # of a slice that the program does not make
                 is_true = self.sizes.is_true_of_calls
-                if is_true is not None and is_true(promise.condition):
+                if is_true is not None and is_true(condition):
                     continue
-                at = f"\n  at {promise.line}" if promise.line else ""
+                at = f"\n  at {line}" if line else ""
                 raise CaptureError(
                     f"the model relies on {text}, about the size of a value that it does not use, "
                     f"so a program does not compute it; use it, or leave out the check{at}"
                 )
             numbers = {str(self.sizes.names[s]): of_symbol[s] for s in symbols}
             last = max(numbers.values(), key=place.__getitem__)
-            if guesses and last.meta["phase"] == FORWARD:
-                last = end
-            elif promise.guess is not None:
+            if kwargs and last.meta["phase"] == BACKWARD:
                 raise CaptureError(
                     f"backward decides by the values of a tensor ({text}), and no call can run it "
                     f"again with another answer; compute both ways, by torch.where\n"
-                    f"  at {promise.line}"
+                    f"  at {line}"
                 )
-            kwargs: dict[str, Any] = {} if promise.guess is None else {"guess": promise.guess}
             with self.graph.inserting_after(last):
+                arguments = text, line, numbers
                 check = self.graph.create_node(
-                    "call_function",
-                    check_sizes,
-                    (text, promise.line, numbers),
-                    kwargs,
-                    name="check",
+                    "call_function", check_sizes, arguments, kwargs, name="check"
                 )
             check.meta = {"val": None, "phase": last.meta["phase"], "fqn": last.meta["fqn"]}
 
-
-def _first_guesses(promise: unbacked.Promise) -> tuple[bool, int]:
-    return promise.guess is None, promise.guess or 0
+    def _checks(self) -> Iterator[tuple[Any, str | None, dict[str, Any]]]:
+        """Each condition to check, the line that states it, and the keywords of `check_sizes`."""
+        for number, (condition, answer, line) in enumerate(self.sizes.guesses):
+            condition = condition.xreplace(self.sizes.of_last_run)
+            yield condition, line, {"guess": number, "answer": answer}
+        for promise in self.sizes.promises():
+            if not promise.is_guess:
+                yield promise.condition, promise.line, {}
 
 
 def _key(value: Any) -> tuple[type, Any]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -112,6 +112,7 @@ class Sizes:
         self.unread: list[str] = []  # lines that ask for a number which no node reads
         self.asked: set[Any] = set()  # symbols that a decision was about, whose lines do not count
         self.of_slices: set[Any] = set()  # what torch promises about a slice that it makes
+        self.guesses: list[Guess] = []
         # During a trace: whether a condition is true of each call that the program will serve.
         self.is_true_of_calls: Callable[[Any], bool] | None = None
         self.symbols: tuple[Size, ...] = ()
@@ -171,7 +172,11 @@ class Sizes:
             answer = decide(condition)
             return self._answer_if_empty(condition, empty) if answer is None else answer
 
-        with unbacked.keep_items(), unbacked.answering(self.environment, answer):
+        with (
+            unbacked.keep_items(),
+            unbacked.refuse_lost_floats(),
+            unbacked.answering(self.environment, answer),
+        ):
             yield
 
     def _answer_if_empty(self, condition: Any, empty: bool | None) -> Any:
@@ -460,6 +465,14 @@ def assumed_text(assumed: Mapping[str, int]) -> str:
     return f"{', '.join(texts)}; they depend on values, and bytes and times on them"
 
 
+class Guess(NamedTuple):
+    """A condition that a trace took to be as `answer` says, and the user's line that asks."""
+
+    condition: Any
+    answer: bool
+    line: str | None
+
+
 class WrongGuessError(Exception):
     """The forward that runs is that of other answers to its model's questions than this call's.
 
@@ -472,13 +485,17 @@ class WrongGuessError(Exception):
 
 
 def check_sizes(
-    condition: str, line: str | None, numbers: Mapping[str, Any], guess: int | None = None
+    condition: str,
+    line: str | None,
+    numbers: Mapping[str, Any],
+    guess: int | None = None,
+    answer: bool = True,
 ) -> None:
     """Check `condition`, Python over the names in `numbers`, which the user's `line` states.
 
-    guess: its number, if the trace guessed the condition.
+    guess: the number of a condition that the trace guessed to be as `answer` says.
     """
-    if not eval(_compiled(condition), _functions(), dict(numbers)):
+    if bool(eval(_compiled(condition), _functions(), dict(numbers))) is not answer:
         if guess is not None:
             raise WrongGuessError(guess)
         values = ", ".join(f"{name}={value}" for name, value in numbers.items())

@@ -168,6 +168,7 @@ class Agreement:
         fingerprint: Fingerprint,
         finish: Callable[[], None],
         *,
+        flag: bool = False,
         ends: bool = False,
         alone: bool = False,
     ) -> Iterator[Part]:
@@ -177,13 +178,14 @@ class Agreement:
         raises its error, of which the caller tells them by `give_up`, but for `ends` and `alone`.
         Ctrl-C waits for the end of the body, so that it cannot come between two messages.
 
+        flag: what this rank tells the others at the beginning, on Gloo.
         ends: the ranks meet at the end, too: where one failed, all raise an error.
         alone: the others need not know of an error: what they have is right.
         """
         if self.meetings is None or self.group.backend != "gloo" or not fingerprint.lines:
             self.require(fingerprint)
             try:
-                yield Part()
+                yield Part(flags=[flag])
             except Exception as error:
                 if alone:
                     mark(error)
@@ -191,7 +193,7 @@ class Agreement:
             return
         part, here = Part(), self.group.here
         with interrupts_held() as let_go:
-            self._meet(fingerprint.call, Part())
+            part.flags = self._meet(fingerprint.call, Part(flag=flag))
             here.begun, here.lost = 0, False
             try:
                 try:
@@ -225,8 +227,11 @@ class Agreement:
         """Whether the flag of any rank is set; all make this `call`."""
         if self.meetings is None:
             return flag
-        self.group.here.at = call.at
-        return any(self._meet_by_collective(call, Part(flag=flag)))
+        here = self.group.here
+        before, here.at = here.at, call.at
+        flags = self._meet_by_collective(call, Part(flag=flag))
+        here.at = before
+        return any(flags)
 
     def give_up(self, error: Exception) -> None:
         """Tell the others, which are about to run a forward, of the `error` that ended this one's.

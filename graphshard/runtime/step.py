@@ -72,6 +72,8 @@ class Step:
         # By the indices of outputs without a gradient. Of several outputs a call may use one, so
         # which backward they need is known when it runs.
         self._backwards: dict[tuple[int, ...], tuple[LoweredGraph, Program]] = {}
+        if capture.guesses and self.fingerprint.lines and bindings.group.backend != "gloo":
+            self.fingerprint += Fingerprint(("forward asks all ranks whether it guessed right",))
         if graphs.backward is not None:
             self.fingerprint += Fingerprint.of(graphs.backward, bindings.plan)
             if len(self.differentiable) == 1:
@@ -340,7 +342,7 @@ class _Call:
                 are wrong on a rank. Only the numbers of this call are known to be otherwise, and
                 all ranks raise it, so that all run again.
         """
-        step, wrong = self.step, None
+        step, wrong, is_right = self.step, None, True
         bindings, grad = step.bindings, step.program.grad
         # Compared with the backward that follows, since ranks may differ in that alone.
         begins = step.fingerprint if step.forward_graph.fingerprint.lines else Fingerprint(())
@@ -348,21 +350,29 @@ class _Call:
         with (
             _no_autocast(bindings.group.device),
             bindings.agreement.half(
-                FORWARD, begins, self._finish_forward, ends=reports, alone=not (grad or reports)
-            ),
+                FORWARD,
+                begins,
+                self._finish_forward,
+                flag=bool(step.capture.guesses),
+                ends=reports,
+                alone=not (grad or reports),
+            ) as part,
             step.versions_kept(),
         ):
+            asks = any(part.flags)
+            if asks:
+                bindings.group.here.begun = 0
             args = step.forward_args(self.inputs)
             if step.on_non_finite is not None:
                 self.replay = Replay.of(step, self.inputs, args)
             try:
                 run = step.forward_graph.run if step.cuda_graphs is None else self._run_graphs
                 outputs, mutations, tensors, self.saved_others = run(args)
-            except WrongGuessError as error:
-                wrong = error
-                if bindings.group.backend == "gloo":
-                    self._finish_forward()
-        self._require_right(wrong, meets=bool(begins.lines))
+            except WrongGuessError as error:  # which refers to what this run made
+                wrong, is_right = error.number, False
+                self._finish_forward()
+        if asks:
+            self._require_right(is_right, wrong, meets=bool(begins.lines))
         if not grad:
             self._tell_found(step.program)
         step.note_gathered()
@@ -387,13 +397,14 @@ class _Call:
                 return outputs, mutations, [], []
         return run(args)
 
-    def _require_right(self, wrong: WrongGuessError | None, *, meets: bool) -> None:
-        """Raise on all ranks if a guess is `wrong` on one; `meets` as in this forward."""
-        agreement = self.step.bindings.agreement
-        if self.step.capture.guesses and meets and agreement.any_rank(wrong is not None, ANSWERED):
-            wrong = wrong or WrongGuessError(None)
-        if wrong is not None:
-            raise wrong
+    def _require_right(self, is_right: bool, wrong: int | None, *, meets: bool) -> None:
+        """Raise on all ranks if one guessed wrong; this one did at the guess `wrong`."""
+        bindings = self.step.bindings
+        if meets:
+            is_right = not bindings.agreement.any_rank(not is_right, ANSWERED)
+        if not is_right:
+            bindings.accumulated.remove_pending(self)  # its backward never comes
+            raise WrongGuessError(wrong)
 
     def _finish_forward(self) -> None:
         with self.step.versions_kept():

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphshard.errors import user_line_of
+from graphshard.errors import CaptureError, user_line_of
 from graphshard.torch_private.compat import SYMBOLIC, private, size_expression
 from graphshard.torch_private.patches import patched
 
@@ -38,12 +38,12 @@ _READERS = (
 class Promise:
     """A condition on symbols that a trace assumed, and the line of user code that states it.
 
-    guess: the number that `promise` was given, if the trace may as well assume the contrary.
+    is_guess: the trace may as well assume the contrary.
     """
 
     condition: Any
     line: str | None
-    guess: int | None = None
+    is_guess: bool = False
 
 
 def raw_symbols(value: Any) -> list[Any]:
@@ -113,8 +113,7 @@ def promises(environment: Any, equal: Mapping[Any, Any]) -> Iterator[Promise]:
             condition = each.expr.xreplace(equal)
             if condition not in seen:
                 seen.add(condition)
-                text, _, guess = each.msg.partition(_GUESS)
-                yield Promise(condition, _line(each.stack), None if text else int(guess))
+                yield Promise(condition, _line(each.stack), each.msg == _GUESS)
 
 
 def _line(stack: Any) -> str | None:
@@ -160,6 +159,13 @@ def answering(environment: Any, answer: Callable[[Any], Any]) -> Iterator[None]:
     evaluate = environment.evaluate_expr
 
     def answered(expression: Any, *args: Any, **kwargs: Any) -> Any:
+        # Torch proves conditions on floats as algebra does, and NaN and infinity are none of its.
+        symbols = getattr(expression, "free_symbols", ())
+        if any(is_unbacked(symbol) and is_float(symbol) for symbol in symbols):
+            value = answer(expression)
+            if value is None:
+                raise undecided_error()(expression, "a condition on a floating-point number")
+            return value
         try:
             return evaluate(expression, *args, **kwargs)
         except undecided_error() as error:
@@ -177,12 +183,12 @@ def ignore_new_symbols(environment: Any) -> Any:
     return environment.ignore_fresh_unbacked_symbols()
 
 
-_GUESS = "graphshard guesses so: "
+_GUESS = "graphshard guesses so"
 
 
-def promise(environment: Any, condition: Any, guess: int | None = None) -> None:
-    """Take `condition` to be true, as `torch._check` does; `guess` is the number of a guess."""
-    text = "graphshard decides so" if guess is None else f"{_GUESS}{guess}"
+def promise(environment: Any, condition: Any, *, is_guess: bool = False) -> None:
+    """Take `condition` to be true, as `torch._check` does."""
+    text = _GUESS if is_guess else "graphshard decides so"
     environment.guard_or_defer_runtime_assert(condition, text)
 
 
@@ -211,15 +217,52 @@ def keep_items() -> Iterator[None]:
         yield
 
 
+_OF_FLOATS = (*("eq", "ne", "lt", "le", "gt", "ge"), *("add", "sub", "mul", "mod"))
+"""Operators of torch's symbols whose results algebra may simplify."""
+
+
+@contextlib.contextmanager
+def refuse_lost_floats() -> Iterator[None]:
+    """Refuse operators on symbolic floats whose result no longer depends on them.
+
+    Algebra makes a constant of `v != v`, `v - v` and `v == v + 1`, which NaN, infinity and rounding
+    make of other values.
+    """
+    node = private("torch.fx.experimental.sym_node", "SymNode")
+    with contextlib.ExitStack() as stack:
+        for name in _OF_FLOATS:
+            refusing = _refusing(getattr(node, name))
+            stack.enter_context(patched(node, name, refusing, where=f"SymNode.{name}"))
+        yield
+
+
+def _refusing(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def checked(one: Any, other: Any) -> Any:
+        result = method(one, other)
+        given = one.expr.free_symbols | other.expr.free_symbols
+        if any(map(is_float, filter(is_unbacked, given - result.expr.free_symbols))):
+            raise CaptureError(
+                f"the forward computes {method.__name__} of {one.expr} and {other.expr}, numbers "
+                "read off a floating-point tensor; in a trace they are exact, so the result is a "
+                "constant, where NaN, infinity and rounding give another. Ask the tensor, as by "
+                "torch.isnan or torch.isfinite"
+            )
+        return result
+
+    return checked
+
+
 def drop_unread_items(
-    graph: fx.Graph, environment: Any, decided: Collection[Any] = ()
+    graph: fx.Graph, environment: Any, decided: Collection[Any], guessed: Collection[Any]
 ) -> list[str]:
     """Erase the nodes of `keep_items` that nothing reads and no promise is about.
 
-    A number folded to a constant is among them, and those that code `decided` by. Gives the user's
-    lines that read the others, which may have printed or stored them.
+    A number folded to a constant is among them, and those that code `decided` by, but not those
+    that a guess is about. Gives the lines that read the others, which may have printed or stored
+    them.
     """
     promised = {s for promise in promises(environment, {}) for s in promise.condition.free_symbols}
+    promised.update(guessed)
     unread = [
         node
         for node in graph.nodes

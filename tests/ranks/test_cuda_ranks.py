@@ -202,9 +202,12 @@ class Decides(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        first, *others = self.layers
+        x = self.drop(first(x))
+        x = (x * 3).sin() if x[0, 0] > 0 else x.cos()
+        for layer in others:  # whose gathers a wrong guess must not leave out
             x = self.drop(layer(x)).tanh()
-        return (x * 3).sin().sum() if x[0, 0] > 0 else x.cos().square().sum()
+        return x.square().sum()
 
 
 def answers_differ(rank: int) -> None:

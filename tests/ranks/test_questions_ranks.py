@@ -96,6 +96,34 @@ def activations_answer(rank):
         assert len({*zip(*of_all, strict=True)}) > 2  # some differ
 
 
+def questions_behind_what_inputs_answer(rank):
+    """The program of one rank asks of activations, and that of the other asks nothing."""
+
+    def forward(m, x, mask):
+        y = m.fc(x)
+        if mask.any():
+            y = y.exp() if y[0, 0] > 0 else y.cos()
+        return y.square().sum()
+
+    policies = ({}, {"strategy": "SHARD_OPTIMIZER"}, {"strategy": "SHARD_GRAD_OP"})
+    for fields in policies:
+        model = case_of(forward).model()
+        policy = graphshard.BlockPolicy({Block}, **fields)
+        sharded = graphshard.compile(copy.deepcopy(model), policy)
+        for seed in range(6):
+            losses = []
+            for each in (model, sharded):
+                torch.manual_seed(2 * seed + rank)
+                x, mask = torch.randn(6, 4), torch.ones(6, 4) * ((seed + rank) % 2)
+                losses.append(each(x=x, mask=mask))
+                losses[-1].backward()
+            assert torch.equal(*losses)
+        found = full_grads(sharded)
+        for name, param in model.named_parameters():
+            torch.distributed.all_reduce(param.grad)
+            torch.testing.assert_close(found[name], param.grad / 2)
+
+
 def other_units_by_activations(rank):
     def forward(m, x, mask):
         y = m.fc(x)
@@ -259,6 +287,7 @@ def units_out_of_order_are_refused(rank):
 ON_TWO = [
     inputs_answer,
     activations_answer,
+    questions_behind_what_inputs_answer,
     other_units_by_activations,
     buffers_answer,
     branches_that_raise,
