@@ -16,7 +16,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphshard.capture.casting import cast_at_units, dtype_of_buffer
 from graphshard.capture.side_effects import NO_COMPUTE, PLANNED, ModuleTables
 from graphshard.capture.traced_module import MAIN_ENTRY, EntryPoint
-from graphshard.errors import CaptureError, ModelChangeError, PolicyError, RuntimeStateError
+from graphshard.errors import (
+    CaptureError,
+    FingerprintError,
+    ModelChangeError,
+    PolicyError,
+    RuntimeStateError,
+)
 from graphshard.format import human_bytes, some_of
 from graphshard.module.internals import _State
 from graphshard.module.meta_model import set_flags
@@ -113,7 +119,8 @@ class CallMethods(TreeModule):
                 change = ModelChangeError(changes)
                 self._tell_of_failure(change)
                 raise change from error
-            if is_capture and (entry != MAIN_ENTRY or not torch.is_grad_enabled()):
+            fails = is_capture or isinstance(error, FingerprintError)
+            if fails and (entry != MAIN_ENTRY or not torch.is_grad_enabled()):
                 error.add_note(
                     f"Without gradients, sharded.run_eagerly({entry.path!r}, ...) runs such "
                     "code as it is, on gathered parameters"

@@ -146,7 +146,7 @@ def what_no_graph_can_be_names_the_way_out(rank: int) -> None:
     plain.load_state_dict(llama().state_dict())
     sharded = graphshard.compile(plain, graphshard.BlockPolicy())
     with torch.no_grad():
-        with pytest.raises(CaptureError) as caught:
+        with pytest.raises((CaptureError, FingerprintError)) as caught:
             sharded.last(prompts(rank))
         assert "sharded.run_eagerly('last', ...)" in "".join(caught.value.__notes__)
         assert torch.equal(sharded.run_eagerly("last", prompts(rank)), plain.last(prompts(rank)))
