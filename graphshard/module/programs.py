@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -142,7 +142,7 @@ class Programs:
         self._watch = Watch()
         self._holding: set[int] = set()  # captures, by identity, whose state is as it was
         self._again: Met | None = None  # this call, which ran already and guessed wrong
-        self._put_back = random_states_kept()  # to what they were before it
+        self._put_back: Callable[[], None] | None = None  # the states of what it drew from
         self._served: set[Step] = set()
         self._resident = ResidentRows(self._shards, bindings.agreement)
 
@@ -172,8 +172,7 @@ class Programs:
         if self._resident.shards and self._again is None:  # the others may not run again
             self._resident.compare()
         step = self._step(Call(tensors, structure, entry))
-        if step.capture.guesses:
-            self._put_back = random_states_kept()
+        self._put_back = random_states_kept() if step.capture.draws else None
         return step, [*tensors, *(draw.make() for draw in step.capture.draws)]
 
     def assign(self, step: Step) -> None:
@@ -191,7 +190,8 @@ class Programs:
             CaptureError: the answer was another one a moment ago.
         """
         self._again = step.capture.again(wrong, self._again)
-        self._put_back()
+        if self._put_back is not None:
+            self._put_back()
 
     def end_call(self) -> None:
         """Note that the next call is another one."""

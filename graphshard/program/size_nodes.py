@@ -164,8 +164,9 @@ class SizeNodes:
             key = torch.SymInt, size.symbol
             if key in self.by_size:
                 of_symbol[size.symbol] = self.by_size[key]
-        # Of one number the first stands first: what else does not hold may be its fault.
-        for condition, line, kwargs in reversed([*self._checks()]):
+        guessed: list[fx.Node] = []  # numbers that guesses so far are about
+        checks = []
+        for condition, line, kwargs in self._checks():
             symbols = sorted(condition.free_symbols, key=str)
             text = expression_text(condition, self.sizes.names)
             if not of_symbol.keys() >= set(symbols):
@@ -180,15 +181,20 @@ class SizeNodes:
                     f"so a program does not compute it; use it, or leave out the check{at}"
                 )
             numbers = {str(self.sizes.names[s]): of_symbol[s] for s in symbols}
-            last = max(numbers.values(), key=place.__getitem__)
+            about = list(numbers.values())
+            if kwargs:  # a guess counts only where those before it are right
+                about = guessed = [*guessed, *about]
+            last = max(about, key=place.__getitem__)
             if kwargs and last.meta["phase"] == BACKWARD:
                 raise CaptureError(
                     f"backward decides by the values of a tensor ({text}), and no call can run it "
                     f"again with another answer; compute both ways, by torch.where\n"
                     f"  at {line}"
                 )
+            checks.append((last, (text, line, numbers), kwargs))
+        # Of one number the first stands first: what else does not hold may be its fault.
+        for last, arguments, kwargs in reversed(checks):
             with self.graph.inserting_after(last):
-                arguments = text, line, numbers
                 check = self.graph.create_node(
                     "call_function", check_sizes, arguments, kwargs, name="check"
                 )

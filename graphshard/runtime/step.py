@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphshard.capture.captured import Capture
+from graphshard.capture.host_draws import random_states_kept
 from graphshard.errors import RuntimeStateError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
@@ -359,9 +360,10 @@ class _Call:
             ) as part,
             step.versions_kept(),
         ):
-            asks = any(part.flags)
+            asks, put_back = any(part.flags), None
             if asks:
                 bindings.group.here.begun = 0
+                put_back = random_states_kept() if step.draws else None
             args = step.forward_args(self.inputs)
             if step.on_non_finite is not None:
                 self.replay = Replay.of(step, self.inputs, args)
@@ -371,8 +373,11 @@ class _Call:
             except WrongGuessError as error:  # which refers to what this run made
                 wrong, is_right = error.number, False
                 self._finish_forward()
-        if asks:
-            self._require_right(is_right, wrong, meets=bool(begins.lines))
+        if asks and not self._is_right_everywhere(is_right, meets=bool(begins.lines)):
+            if put_back is not None:
+                put_back()
+            bindings.accumulated.remove_pending(self)  # its backward never comes
+            raise WrongGuessError(wrong)
         if not grad:
             self._tell_found(step.program)
         step.note_gathered()
@@ -397,14 +402,10 @@ class _Call:
                 return outputs, mutations, [], []
         return run(args)
 
-    def _require_right(self, is_right: bool, wrong: int | None, *, meets: bool) -> None:
-        """Raise on all ranks if one guessed wrong; this one did at the guess `wrong`."""
-        bindings = self.step.bindings
-        if meets:
-            is_right = not bindings.agreement.any_rank(not is_right, ANSWERED)
-        if not is_right:
-            bindings.accumulated.remove_pending(self)  # its backward never comes
-            raise WrongGuessError(wrong)
+    def _is_right_everywhere(self, is_right: bool, *, meets: bool) -> bool:
+        """Whether no rank guessed wrong, if ranks meet in this forward; else, this one."""
+        agreement = self.step.bindings.agreement
+        return not agreement.any_rank(not is_right, ANSWERED) if meets else is_right
 
     def _finish_forward(self) -> None:
         with self.step.versions_kept():

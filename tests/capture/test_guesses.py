@@ -193,6 +193,23 @@ def test_sizes_that_change_and_their_guesses():
         step(model, sharded, X[:rows] * sign)
 
 
+def test_numbers_that_are_read_in_another_order_than_asked_about():
+    def forward(m, x):
+        y = m.fc(x)
+        first, second = y[0].sum().item(), y[1].sum().item()
+        y = y.sin() if second > 0 else y * 2
+        return y.exp() if first > 0 else m.fc(y)
+
+    model = Net(forward, fc=linear())
+    sharded = graphshard.compile(copy.deepcopy(model), POLICY)
+    for one, other in ((9, 9), (-9, -9), (9, 9), (-9, 9), (9, -9), (-9, -9)):
+        x = X.clone()
+        x[0] += one
+        x[1] += other
+        step(model, sharded, x)
+    assert guesses(sharded.program) == [0, 1]
+
+
 def test_questions_about_sizes_whose_tensor_an_answer_leaves_unused():
     def forward(m, x):
         y = m.fc(x)

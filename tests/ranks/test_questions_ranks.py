@@ -100,7 +100,7 @@ def questions_behind_what_inputs_answer(rank):
     """The program of one rank asks of activations, and that of the other asks nothing."""
 
     def forward(m, x, mask):
-        y = m.fc(x)
+        y = torch.dropout(m.fc(x), 0.3, m.training)
         if mask.any():
             y = y.exp() if y[0, 0] > 0 else y.cos()
         return y.square().sum()
@@ -117,11 +117,12 @@ def questions_behind_what_inputs_answer(rank):
                 x, mask = torch.randn(6, 4), torch.ones(6, 4) * ((seed + rank) % 2)
                 losses.append(each(x=x, mask=mask))
                 losses[-1].backward()
+                losses[-1] = torch.stack([losses[-1].detach(), torch.rand(())])
             assert torch.equal(*losses)
         found = full_grads(sharded)
         for name, param in model.named_parameters():
             torch.distributed.all_reduce(param.grad)
-            torch.testing.assert_close(found[name], param.grad / 2)
+            torch.testing.assert_close(found[name], param.grad / 2, rtol=1e-4, atol=1e-5)
 
 
 def other_units_by_activations(rank):
