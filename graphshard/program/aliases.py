@@ -10,7 +10,7 @@ Two relations, both read off a graph in one walk:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
-from graphshard.program.collective import params_of
-from graphshard.program.program import Program
+from graphshard.program.collective import Collective, params_of
+from graphshard.program.program import BACKWARD, FORWARD, Program
 from graphshard.program.sizes import is_contiguous, size_text
 from graphshard.torch_private.compat import SYMBOLIC
 
@@ -272,3 +272,44 @@ def is_dense(value: fx.Node) -> bool:
             return False
         expected = stride * size
     return True
+
+
+def shared_outputs(program: Program) -> list[int]:
+    """Indices of differentiable outputs that are arguments of the program, or earlier outputs."""
+    seen: set[Any] = {p.node for p in program.params} | {b.node for b in program.buffers}
+    seen |= {i.node for i in program.inputs}
+    shared = []
+    for index, value in enumerate(program.results().outputs):
+        if value in seen and program.outputs[index].tangent is not None:
+            shared.append(index)
+        seen.add(value)
+    return shared
+
+
+def gathered_in_forward(program: Program) -> set[str]:
+    """The parameters whose rows have all arrived once forward is done."""
+    by_phase: dict[str, set[str]] = {FORWARD: set(), BACKWARD: set()}
+    for wait in gather_waits(program):
+        by_phase[wait.meta["phase"]].update(params_of(ops.collective_of(wait)))
+    return by_phase[FORWARD] - by_phase[BACKWARD]  # those of one gathered in pieces may differ
+
+
+def read_in_backward(program: Program, saved: Collection[str]) -> set[str]:
+    """The parameters whose storage backward reads, so that a change after forward would show.
+
+    These are inputs of the program that backward uses (shards to gather again, resident
+    parameters), and resident parameters that were gathered in place. It may use a view alone.
+    `saved` are the names of the nodes that are saved for backward.
+    """
+    storages = {param.fqn: [param.node] for param in program.params}
+    for wait in gather_waits(program):
+        gather = ops.collective_of(wait)
+        if Collective.of(gather).in_place:
+            for full in unpacks(wait):
+                index: Any = full.args[1]
+                storages[params_of(gather)[index]].append(full)
+    return {
+        fqn
+        for fqn, nodes in storages.items()
+        if any(node.name in saved for node in aliases_of(*nodes))
+    }

@@ -18,8 +18,8 @@ from graphshard.errors import RuntimeStateError
 from graphshard.passes.drop_unused_tangents import DropUnusedTangents
 from graphshard.passes.form_regions import FormRegions
 from graphshard.program import ops
-from graphshard.program.aliases import aliases_of, gather_waits, unpacks
-from graphshard.program.collective import Collective, OneTensor, params_of
+from graphshard.program.aliases import gathered_in_forward, read_in_backward, shared_outputs
+from graphshard.program.collective import OneTensor
 from graphshard.program.cut import cut, cut_backward, in_calling_order
 from graphshard.program.program import BACKWARD, FORWARD, BufferEntry, Program
 from graphshard.program.sizes import Sizes, WrongGuessError
@@ -33,7 +33,7 @@ from graphshard.runtime.origin import Replay, overwritten_by, tell
 from graphshard.runtime.reduce import require_reducible
 from graphshard.runtime.region import compile_forms
 from graphshard.runtime.resident import ResidentShard
-from graphshard.runtime.shards import Shard, refuse_parameters
+from graphshard.runtime.shards import refuse_parameters
 from graphshard.runtime.streams import wait_for_copies
 from graphshard.torch_private import compat as torch_compat
 from graphshard.torch_private.compat import SYMBOLIC
@@ -86,10 +86,9 @@ class Step:
             _strides_of(program.outputs[i].tangent.meta["val"], program.sizes)  # type: ignore[union-attr]
             for i in self.differentiable
         ]
-        self._read_in_backward = _read_in_backward(
-            self.shards, program, {value.name for value in self.saved}
-        )
-        gathered = _gathered_in_forward(program)
+        read = read_in_backward(program, {value.name for value in self.saved})
+        self._read_in_backward = [shard for shard in self.shards if shard.layout.fqn in read]
+        gathered = gathered_in_forward(program)
         self._gathered = [
             shard
             for shard in self.shards
@@ -112,7 +111,7 @@ class Step:
         )
         self.overwrites = overwritten_by(program)
         self._changes_inputs = any(m.kind == "input" for m in program.mutations)
-        self._shared_outputs = _shared_outputs(program)
+        self._shared_outputs = shared_outputs(program)
         self._read_buffers = {
             entry.fqn
             for entry in program.buffers
@@ -526,38 +525,6 @@ class _StepFunction(torch.autograd.Function):
         return None, None, *call.backward(ctx, tangents, sets_grads)
 
 
-def _gathered_in_forward(program: Program) -> set[str]:
-    """The parameters whose rows have all arrived once forward is done."""
-    by_phase: dict[str, set[str]] = {FORWARD: set(), BACKWARD: set()}
-    for wait in gather_waits(program):
-        by_phase[wait.meta["phase"]].update(params_of(ops.collective_of(wait)))
-    return by_phase[FORWARD] - by_phase[BACKWARD]  # those of one gathered in pieces may differ
-
-
-def _read_in_backward(
-    shards: Sequence[Shard], program: Program, saved: Collection[str]
-) -> list[Shard]:
-    """The parameters whose storage backward reads, so that a change after forward would show.
-
-    These are inputs of the program that backward uses (shards to gather again, resident
-    parameters), and resident parameters that were gathered in place. It may use a view alone.
-    `saved` are the names of the nodes that are saved for backward.
-    """
-    storages = {param.fqn: [param.node] for param in program.params}
-    for wait in gather_waits(program):
-        gather = ops.collective_of(wait)
-        if Collective.of(gather).in_place:
-            for full in unpacks(wait):
-                index: Any = full.args[1]
-                storages[params_of(gather)[index]].append(full)
-    names = {
-        fqn
-        for fqn, nodes in storages.items()
-        if any(node.name in saved for node in aliases_of(*nodes))
-    }
-    return [shard for shard in shards if shard.layout.fqn in names]
-
-
 def _require_no_shared_memory(inputs: Sequence[Tensor], program: Program) -> None:
     """Check that no input shares memory with one that the forward changes in place.
 
@@ -572,18 +539,6 @@ def _require_no_shared_memory(inputs: Sequence[Tensor], program: Program) -> Non
                 f"inputs {other} and {entry.path} share memory, and the forward changes one of "
                 "them in place; pass a clone of one"
             )
-
-
-def _shared_outputs(program: Program) -> list[int]:
-    """Indices of differentiable outputs that are arguments of the program, or earlier outputs."""
-    seen: set[Any] = {p.node for p in program.params} | {b.node for b in program.buffers}
-    seen |= {i.node for i in program.inputs}
-    shared = []
-    for index, value in enumerate(program.results().outputs):
-        if value in seen and program.outputs[index].tangent is not None:
-            shared.append(index)
-        seen.add(value)
-    return shared
 
 
 def _no_autocast(device: torch.device) -> Any:
