@@ -394,3 +394,31 @@ def test_units_of_their_own_from_the_command_line(capsys: pytest.CaptureFixture[
     assert "dim 1: layers.0.linear.weight [16, 16]" in shown
     assert main([*arguments, "--unit", "nothing"]) == 2
     assert "no module of the model matches" in capsys.readouterr().err
+
+
+def test_names_of_strategies_and_dtypes_may_be_those_of_python(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = ("factories:with_args", "--policy", "size:1", "--world-size", "4")
+    one = ("--strategy", "SHARD_GRAD_OP", "--param-dtype", "bf16", "--reduce-dtype", "fp32")
+    same = ("--strategy", "shard_grad_op", "--param-dtype", "torch.bfloat16")
+    other = plan_json(capsys, *shared, *same, "--reduce-dtype", "torch.float32")
+    assert other == plan_json(capsys, *shared, *one)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "factories:with_arg"), "did you mean with_args?"),
+        (("plan", "out/config.json"), "did you mean hf:out/config.json?"),
+        (
+            ("report", "factories:with_args", "--out", "."),
+            "--out is a file to write; . is a folder",
+        ),
+    ],
+)
+def test_a_mistake_names_its_mend(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--policy", "size:1", "--world-size", "4"]) == 2
+    assert message in capsys.readouterr().err
