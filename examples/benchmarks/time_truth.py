@@ -1,10 +1,12 @@
 """Is it true? Predicted step times of seven models against measured ones.
 
     python examples/benchmarks/time_truth.py
+    python examples/benchmarks/two_hosts.py -- examples/benchmarks/time_truth.py --models gpt
 
-It starts ranks of one thread each, one and then two of them (`--ranks`), calibrates them, and then
-times each model's training step (forward, backward, AdamW) on the same ranks. `--hardware FILE`
-takes a file of `graphshard calibrate` instead of calibrating.
+It starts ranks of one thread each, one and then two of them (`--ranks`), or takes those of
+torchrun, calibrates them, and then times each model's training step (forward, backward, AdamW)
+under each of `--policies` on the same ranks. `--hardware FILE` takes a file of `graphshard
+calibrate` instead of calibrating.
 
 The prediction knows the calibrated figures and the program, and nothing of the measurement. A step
 is timed from a common start to the end of the slowest rank; the median over steps is compared. A
@@ -16,10 +18,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import time
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +42,17 @@ from graphshard.runtime.links import Effort
 
 CPU = torch.device("cpu")
 
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ahead": {"forward_prefetch": 1},
+    "overlap": {"schedule": "overlap"},
+    "grad_op": {"strategy": "SHARD_GRAD_OP"},
+    "no_shard": {"strategy": "NO_SHARD"},
+}
+HEAD = (
+    f"{'model':10}  {'policy':8}  ranks  {'predicted':>10}  {'measured':>10}  ratio  {'spread':>6}"
+)
+
 
 def parse_args() -> argparse.Namespace:
     parser = harness.parser(__doc__)
@@ -46,24 +61,35 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="timed ones, at least")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=[*TIMED], default=[*TIMED])
+    parser.add_argument("--policies", nargs="+", choices=[*POLICIES], default=["default"])
     return parser.parse_args()
 
 
-def on_rank(rank: int, args: argparse.Namespace) -> list[float]:
-    """Print a line for each model; the predicted of the measured seconds."""
+def on_rank(rank: int, args: argparse.Namespace) -> None:
+    """Print a line for each model and policy, and on rank 0 how far off they are."""
     with joined(CPU) as group:
+        if rank == 0:
+            print(HEAD, flush=True)
         if args.hardware is not None:
             hardware = Hardware.load(args.hardware)
         else:
             found = calibrate(group, dtypes=(), effort=Effort(), progress=Progress())
             hardware = found.hardware
-        return [compare(TIMED[name], args, group, hardware) for name in args.models]
+        cases = [(TIMED[name], policy) for name in args.models for policy in args.policies]
+        errors = [abs(compare(*case, args, group, hardware) - 1) for case in cases]
+    if rank == 0:
+        print(
+            f"{group.size} rank(s): median absolute error {median(errors):.1%}, "
+            f"worst {max(errors):.1%}"
+        )
 
 
-def compare(model: Model, args: argparse.Namespace, group: Group, hardware: Hardware) -> float:
+def compare(
+    model: Model, named: str, args: argparse.Namespace, group: Group, hardware: Hardware
+) -> float:
     torch.manual_seed(0)
     batch = model.batch(1, torch.Generator().manual_seed(group.rank))
-    policy = graphshard.BlockPolicy(list(model.blocks))
+    policy = graphshard.BlockPolicy(list(model.blocks), **POLICIES[named])
     sharded = graphshard.compile(model.build().train(), policy, example_kwargs=batch)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4)
     estimate = graphshard.simulate(sharded, hardware=hardware)
@@ -87,7 +113,7 @@ def compare(model: Model, args: argparse.Namespace, group: Group, hardware: Hard
     ratio = estimate.step_seconds / median(slowest)
     if group.rank == 0:
         print(
-            f"{model.name:10}  {group.size:5}  {estimate.step_seconds * 1e3:7.1f} ms  "
+            f"{model.name:10}  {named:8}  {group.size:5}  {estimate.step_seconds * 1e3:7.1f} ms  "
             f"{median(slowest) * 1e3:7.1f} ms  {ratio:5.2f}  {spread(slowest):6.1%}",
             flush=True,
         )
@@ -102,15 +128,12 @@ def spread(times: list[float]) -> float:
 
 def main() -> None:
     args = parse_args()
-    print(
-        f"{'model':10}  ranks  {'predicted':>10}  {'measured':>10}  ratio  {'spread':>6}",
-        flush=True,
-    )
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        on_rank(int(os.environ["RANK"]), args)
+        return
     for ranks in args.ranks:
-        errors = [abs(ratio - 1) for ratio in harness.on_ranks(on_rank, ranks, args)]
-        print(
-            f"{ranks} rank(s): median absolute error {median(errors):.1%}, worst {max(errors):.1%}"
-        )
+        harness.on_ranks(on_rank, ranks, args)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ All ranks must call `exchange` in the same order. `reduce.py` averages gradients
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -95,6 +98,19 @@ def empty_aliases(aliases: Sequence[Tensor]) -> None:
     """Point `aliases` at no storage, once the work that uses them is done."""
     for alias in aliases:
         alias.set_()  # type: ignore[call-overload]
+
+
+def let_compute_go_on() -> None:
+    """Have Gloo's reading threads wait until a core is free, on Linux; see README.md.
+
+    A reader that takes the core of a thread in the midst of a send finds the connection locked, and
+    asks for it again until the scheduler's next tick, 4 ms later, which is longer than most
+    messages take. Under SCHED_BATCH (sched(7)) a thread that wakes up takes no core from another.
+    """
+    with suppress(OSError):  # no /proc, or not allowed
+        for task in Path("/proc/self/task").iterdir():
+            if (task / "comm").read_text().startswith("gloo_tcp"):
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 _LAST = 0.05

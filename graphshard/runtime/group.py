@@ -21,7 +21,12 @@ from graphshard.planning.planner import mesh_sizes
 from graphshard.program import ops
 from graphshard.program.packing import MOVABLE
 from graphshard.runtime import streams as side_streams
-from graphshard.runtime.gloo import MAX_RANKS, PairwiseExchange, let_threads_finish
+from graphshard.runtime.gloo import (
+    MAX_RANKS,
+    PairwiseExchange,
+    let_compute_go_on,
+    let_threads_finish,
+)
 from graphshard.runtime.streams import SideStream
 from graphshard.runtime.whereabouts import Whereabouts
 from graphshard.torch_private import compat as torch_compat
@@ -307,6 +312,7 @@ def group_of(process_group: Any, device: torch.device) -> Group:
     backend = torch_compat.group_backend(process_group, device)
     if backend == "gloo":
         let_threads_finish()
+        let_compute_go_on()
     by_sends = backend == "gloo" and device.type == "cpu" and 1 < size <= MAX_RANKS
     return Group(
         process_group,
