@@ -73,13 +73,12 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def peak_memory(device: torch.device) -> str:
-    """The most memory this process held, with torch itself: allocated on CUDA, resident on CPU."""
+    """The most memory allocated on CUDA, or that of this process on a CPU, with torch itself."""
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return f"{peak / 2**20:,.0f} MiB"
+        return f"peak {torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB"
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return f"process {peak / 2**20:,.0f} MiB"
 
 
 def say(*words: object) -> None:
@@ -158,7 +157,7 @@ def train(
         if not args.check and (step + 1) % 20 == 0:
             speed = args.batch * args.context * WORLD * (step + 1) / (time.perf_counter() - begin)
             peak = peak_memory(batches.device)
-            say(f"step {step + 1:4d}  loss {loss:.3f}  {speed:,.0f} tokens/s  peak {peak}")
+            say(f"step {step + 1:4d}  loss {loss:.3f}  {speed:,.0f} tokens/s  {peak}")
     return loss, differences
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -186,6 +187,18 @@ class Noting(Wrapped):
         if name.endswith("_coalesced"):
             self.called.append(name)
         return getattr(self._process_group, name)
+
+
+def readers_of_gloo_wait_for_a_free_core(rank: int) -> None:
+    if not hasattr(os, "SCHED_BATCH"):
+        return
+    group = find_group(None, None).new_group([0, 1], callers=2)
+    group.gather_tensor(torch.ones(1))
+    tasks = Path("/proc/self/task").iterdir()
+    readers = [int(t.name) for t in tasks if (t / "comm").read_text().startswith("gloo_tcp")]
+    assert len(readers) >= 2  # one of each group
+    assert {os.sched_getscheduler(reader) for reader in readers} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def gathers_of_gloo_in_flight(rank: int) -> None:

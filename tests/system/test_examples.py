@@ -30,7 +30,7 @@ def test_demo_shows_its_plan_and_the_losses_of_one_process(tmp_path):
 @pytest.mark.slow
 def test_demo_trains_a_single_rank_by_size():
     output = run(f"examples/train_gpt.py --steps 40 {TINY} --policy size:5e3")
-    lines = re.findall(r"step +(\d+)  loss ([\d.]+)  [\d,]+ tokens/s  peak [\d,]+ MiB", output)
+    lines = re.findall(r"step +(\d+)  loss ([\d.]+)  [\d,]+ tokens/s  process [\d,]+ MiB", output)
     assert [int(step) for step, _ in lines] == [20, 40]
     assert float(lines[1][1]) < float(lines[0][1])
     assert "SizePolicy" in output
