@@ -100,7 +100,7 @@ def empty_aliases(aliases: Sequence[Tensor]) -> None:
         alias.set_()  # type: ignore[call-overload]
 
 
-def let_compute_go_on() -> None:
+def let_readers_wait() -> None:
     """Have Gloo's reading threads wait until a core is free, on Linux; see README.md.
 
     A reader that takes the core of a thread in the midst of a send finds the connection locked, and

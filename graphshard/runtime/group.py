@@ -24,7 +24,7 @@ from graphshard.runtime import streams as side_streams
 from graphshard.runtime.gloo import (
     MAX_RANKS,
     PairwiseExchange,
-    let_compute_go_on,
+    let_readers_wait,
     let_threads_finish,
 )
 from graphshard.runtime.streams import SideStream
@@ -312,7 +312,7 @@ def group_of(process_group: Any, device: torch.device) -> Group:
     backend = torch_compat.group_backend(process_group, device)
     if backend == "gloo":
         let_threads_finish()
-        let_compute_go_on()
+        let_readers_wait()
     by_sends = backend == "gloo" and device.type == "cpu" and 1 < size <= MAX_RANKS
     return Group(
         process_group,
