@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Never
@@ -403,18 +405,38 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # noqa: D102
         self.arguments = tuple(args or ())
         found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
+        if unknown := self._noted(unknown):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
+
+    def _noted(self, unknown: Sequence[str]) -> list[str]:
+        """`unknown` without options of other commands, of which a line on stderr tells."""
+        left, rest = [], deque(unknown)
+        while rest:
+            argument = rest.popleft()
+            name, _, value = argument.partition("=")
+            takers = self._takers(name)
+            if not takers:
+                left.append(argument)
+                continue
+            option = self.others[takers[0]]._option_string_actions[name]
+            if option.nargs != 0 and not value and rest:
+                rest.popleft()
+            said = f"{self.prog}: {name} has no effect here; it is one of {', '.join(takers)}"
+            print(said, file=sys.stderr)
+        return left
+
+    def _takers(self, name: str) -> list[str]:
+        """The other commands with the option `name`."""
+        return [of for of, other in self.others.items() if name in _options(other)]
 
     def error(self, message: str) -> Never:  # noqa: D102
         options = _options(self)
         for argument in self.arguments:
             name = argument.partition("=")[0]
-            if name.startswith("--") and not any(option.startswith(name) for option in options):
-                takers = [of for of, other in self.others.items() if name in _options(other)]
-                like = f"; it is one of {', '.join(takers)}" if takers else meant(name, options)
-                message = f"there is no option {name}{like}" if like else message
+            is_known = any(option.startswith(name) for option in options) or self._takers(name)
+            if name.startswith("--") and not is_known and (like := meant(name, options)):
+                message = f"there is no option {name}{like}"
         super().error(message)
 
 

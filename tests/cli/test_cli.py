@@ -310,6 +310,18 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: graphshard" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["--optimizer adamw --plot step.svg --unfold", "--seconds=3"])
+def test_options_of_other_commands_are_noted(
+    options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = ["plan", "factories:bare", "--policy", "block:Layer", "--world-size", "2"]
+    assert main([*plan, *options.split()]) == 0
+    error = capsys.readouterr().err
+    name = options.split()[0].partition("=")[0]
+    assert f"graphshard plan: {name} has no effect here; it is one of " in error
+    assert "--unfold" not in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "meant"),
     [
@@ -317,8 +329,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         ("plan f:g --policy block --wold-size=2", "did you mean --world-size?"),
         ("plan f:g --policy block --world-size 2 --stratgy x", "did you mean --strategy?"),
         ("plan f:g more --policy block --world-size 2", "unrecognized arguments: more"),
-        ("plan f:g --policy block --world-size 2 --optimizer x", "--optimizer; it is one of simul"),
-        ("simulate f:g --policy block --mesh 2 --out x", "--out; it is one of dump, report, calib"),
+        ("plan f:g --policy block --world-size 2 --optimizer adamw more", "arguments: more"),
         ("dump f:g --policy block --mesh 2 --zzz", "following arguments are required: --out"),
     ],
 )
@@ -327,7 +338,7 @@ def test_a_misspelt_option_is_told_from_a_missing_one(
 ) -> None:
     with pytest.raises(SystemExit):
         main(arguments.split())
-    usage, error = capsys.readouterr().err.splitlines()
+    *_, usage, error = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: graphshard ")
     assert usage.endswith(" [OPTIONS]")
     assert meant in error
