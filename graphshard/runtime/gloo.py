@@ -107,8 +107,8 @@ def let_readers_wait() -> None:
     asks for it again until the scheduler's next tick, 4 ms later, which is longer than most
     messages take. Under SCHED_BATCH (sched(7)) a thread that wakes up takes no core from another.
     """
-    with suppress(OSError):  # no /proc, or not allowed
-        for task in Path("/proc/self/task").iterdir():
+    for task in Path("/proc/self/task").glob("*"):  # none elsewhere
+        with suppress(OSError):  # it ended, or may not be changed
             if (task / "comm").read_text().startswith("gloo_tcp"):
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
