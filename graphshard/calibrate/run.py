@@ -204,7 +204,7 @@ def _updates(group: Group, bench: HostBench, share: float) -> Iterator[TimedOpti
         for numel in sizes[: max(2, round(share * len(sizes)))]:
             for tensors in (2, 8):
                 copies = bench.optimizer_copies(4 * 4 * tensors * numel)
-                yield TimedOptimizer(name, make, tensors, numel, group, copies)
+                yield TimedOptimizer(name, make, tensors, numel, group.device, copies)
 
 
 def _rows(benchmarks: Sequence[Any], timings: Sequence[Timing], ending: str = "") -> list[Row]:

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardDim
 from torch.nn import functional
 
 from graphshard.api import compile as compile_module
@@ -221,14 +219,15 @@ def joined(device: torch.device) -> Iterator[Group]:
 class TimedOptimizer:
     """The step of an optimizer over `tensors` parameters of `numel` elements on this rank.
 
-    copies: optimizers with parameters of their own that take turns.
+    They are plain tensors, as those that these optimizers step on in training (see
+    `module/optimizers.py`). copies: optimizers with parameters of their own that take turns.
     """
 
     name: str
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     tensors: int
     numel: int
-    ranks: Group
+    device: torch.device
     copies: int = 1
     group: str = "optimizers"
     wall: bool = False
@@ -237,7 +236,8 @@ class TimedOptimizer:
     def __post_init__(self) -> None:
         self._steps = []
         for _ in range(self.copies):
-            params = [self._parameter() for _ in range(self.tensors)]
+            tensors = [torch.ones(self.numel, device=self.device) for _ in range(self.tensors)]
+            params = [nn.Parameter(tensor) for tensor in tensors]
             for param in params:
                 param.grad = torch.ones_like(param)
             self._steps.append(self.make(params).step)
@@ -247,12 +247,6 @@ class TimedOptimizer:
     def size(self) -> int:
         """Bytes of this rank's shards."""
         return 4 * self.tensors * self.numel
-
-    def _parameter(self) -> nn.Parameter:
-        local = torch.ones(self.numel, device=self.ranks.device)
-        if self.ranks.mesh is None:
-            return nn.Parameter(local)
-        return nn.Parameter(DTensor.from_local(local, self.ranks.mesh, [ShardDim(0)]))
 
     def run(self, times: int) -> None:
         """Run `times` steps."""
