@@ -62,19 +62,21 @@ def run(model: nn.Module, specimen: Specimen, rank: int) -> Run:
     return loss.detach(), whole
 
 
-def by_eager(specimen: Specimen, rank: int) -> Run:
+def by_eager(specimen: Specimen, rank: int) -> tuple[Run, list[set[str]]]:
+    """What a rank should get, and which parameters have a gradient on each rank by itself."""
     loss, grads = run(specimen.model(), specimen, rank)
-    # A parameter may have a gradient on some of the ranks only.
-    names = [{}] * dist.get_world_size()
+    names: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(names, {name: (g.shape, g.dtype) for name, g in grads.items()})
     for name, (shape, dtype) in sorted({n: s for each in names for n, s in each.items()}.items()):
         grad = grads.setdefault(name, torch.zeros(shape, dtype=dtype))
         dist.all_reduce(grad)
         grad /= dist.get_world_size()
-    return loss, grads
+    return (loss, grads), [set(each) for each in names]
 
 
-def by_fully_shard(specimen: Specimen, rank: int, units: list[str]) -> Run:
+def by_fully_shard(specimen: Specimen, rank: int, units: list[str], trained: list[set[str]]) -> Run:
+    if trained.count(trained[0]) < len(trained):
+        raise ValueError("ranks have gradients of other parameters; Gloo aborts in the reduce")
     model = specimen.model()
     for fqn in sorted(units, key=lambda fqn: -(fqn.count(".") + bool(fqn))):
         fully_shard(model.get_submodule(fqn))
@@ -99,7 +101,7 @@ def gap(mine: Run, expected: Run) -> str:
 
 def compare(specimen: Specimen, rank: int, ways: list[str]) -> dict[str, str]:
     """How far each way is off, or its error; `fully_shard`'s last."""
-    expected = by_eager(specimen, rank)
+    expected, trained = by_eager(specimen, rank)
     found: dict[str, str] = {}
     units: list[str] = []
     for way in ways:
@@ -115,7 +117,7 @@ def compare(specimen: Specimen, rank: int, ways: list[str]) -> dict[str, str]:
             if not isinstance(error, graphshard.GraphshardError):
                 found[way] = f"CRASH {found[way]}"
     try:
-        found["fully_shard"] = gap(by_fully_shard(specimen, rank, units or [""]), expected)
+        found["fully_shard"] = gap(by_fully_shard(specimen, rank, units or [""], trained), expected)
     except Exception as error:
         found["fully_shard"] = f"{type(error).__name__}: {error}"
     return found
