@@ -12,8 +12,7 @@ steps of their own, which are not timed.
 parameters in its blocks, and prints the worst five.
 
 `--host` takes the CPU time of the thread that trains in place of the clock's: with blocks a few
-numbers wide nearly all of it is the host's work. Threads of Gloo are left out: the one that reads
-sockets spins while another holds a connection.
+numbers wide nearly all of it is the host's work. Threads of Gloo are left out.
 """
 
 from __future__ import annotations

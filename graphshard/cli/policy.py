@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from collections import deque
@@ -414,13 +413,14 @@ class CommandParser(argparse.ArgumentParser):
         left, rest = [], deque(unknown)
         while rest:
             argument = rest.popleft()
-            name, _, value = argument.partition("=")
+            name = argument.partition("=")[0]
             takers = self._takers(name)
             if not takers:
                 left.append(argument)
                 continue
             option = self.others[takers[0]]._option_string_actions[name]
-            if option.nargs != 0 and not value and rest:
+            takes_next = option.nargs != 0 and "=" not in argument
+            if takes_next and rest and not rest[0].startswith("-"):
                 rest.popleft()
             said = f"{self.prog}: {name} has no effect here; it is one of {', '.join(takers)}"
             print(said, file=sys.stderr)
@@ -428,17 +428,13 @@ class CommandParser(argparse.ArgumentParser):
 
     def _takers(self, name: str) -> list[str]:
         """The other commands with the option `name`."""
-        return [of for of, other in self.others.items() if name in _options(other)]
+        return [of for of, other in self.others.items() if name in other._option_string_actions]
 
     def error(self, message: str) -> Never:  # noqa: D102
-        options = _options(self)
+        options = [option for option in self._option_string_actions if option.startswith("--")]
         for argument in self.arguments:
             name = argument.partition("=")[0]
             is_known = any(option.startswith(name) for option in options) or self._takers(name)
             if name.startswith("--") and not is_known and (like := meant(name, options)):
                 message = f"there is no option {name}{like}"
         super().error(message)
-
-
-def _options(parser: argparse.ArgumentParser) -> list[str]:
-    return re.findall(r"--[a-z-]+", parser.format_help().replace(parser.prog, ""))

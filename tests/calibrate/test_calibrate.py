@@ -185,6 +185,22 @@ def test_rounds_end_when_times_agree_or_at_the_cap():
     assert [len(t.rounds) for t in measure(works, Watch(CPU), Alone(), late)] == [3, 3]
 
 
+def test_what_is_timed_by_the_clock_is_timed_for_longer():
+    class Stopwatch:
+        most_runs = 1 << 20
+
+        def __call__(self, benchmark, times):
+            benchmark.run(times)
+            return 1e-4
+
+    by_clock, by_thread = Counted(), Counted()
+    by_thread.wall = False
+    effort = Effort(least=3, most=3, piece=1e-3)
+    measure([by_clock, by_thread], Stopwatch(), Alone(), effort)
+    assert by_thread.times == 2 + 3 * 10  # once to warm up and once to count
+    assert by_clock.times == 2 + 3 * 400
+
+
 def test_shots_count_as_op_cost_does():
     found = {(s.curve, s.amount) for s in sized_probes(CPU, (torch.bfloat16,), share=0.1)}
     assert ("matmul", 2 * 16**3) in found

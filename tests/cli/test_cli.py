@@ -310,7 +310,10 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: graphshard" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("options", ["--optimizer adamw --plot step.svg --unfold", "--seconds=3"])
+@pytest.mark.parametrize(
+    "options",
+    ["--optimizer adamw --plot step.svg --unfold", "--seconds=3", "--optimizer"],
+)
 def test_options_of_other_commands_are_noted(
     options: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +323,15 @@ def test_options_of_other_commands_are_noted(
     name = options.split()[0].partition("=")[0]
     assert f"graphshard plan: {name} has no effect here; it is one of " in error
     assert "--unfold" not in error
+
+
+def test_an_option_of_another_command_takes_no_other_option_with_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = ["plan", "factories:bare", "--policy", "block:Layer", "--world-size", "2"]
+    with pytest.raises(SystemExit):
+        main([*plan, "--optimizer", "--unfld"])
+    assert "there is no option --unfld; did you mean --unfold?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
