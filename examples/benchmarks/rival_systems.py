@@ -6,6 +6,7 @@ Everything else is each system's default: prefetching, what is freed after forwa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import (
 
 import graphshard
 from examples.benchmarks.benchmark_models import LEARNING_RATE, Batch, loss_of
+from graphshard.runtime import gloo
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,28 @@ class Setting:
 
 @dataclass
 class Trained:
-    """A system at work on a rank: what a step calls, and what lives between steps."""
+    """A system at work on a rank: what a step calls, and what lives between steps.
+
+    scheduling: of Gloo's reading threads in its steps, which graphshard changes for the process.
+    """
 
     called: Callable[..., Any]
     module: nn.Module
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scheduling: int = getattr(os, "SCHED_OTHER", 0)
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.module.parameters(), lr=LEARNING_RATE)
 
+    @cached_property
+    def readers(self) -> list[int]:
+        return list(gloo.readers())
+
     def step(self, batch: Batch, before_optimizer: Callable[[], None] | None = None) -> Tensor:
         """A whole training step; the loss."""
+        for reader in self.readers:
+            os.sched_setscheduler(reader, self.scheduling, os.sched_param(0))
         with self.context():
             loss = loss_of(self.called(**batch))
         loss.backward()
@@ -98,7 +110,7 @@ def graphshard_step(
         device=setting.device,
         backend=backend,
     )
-    return Trained(sharded, sharded)
+    return Trained(sharded, sharded, scheduling=getattr(os, "SCHED_BATCH", 0))
 
 
 def fully_shard_step(

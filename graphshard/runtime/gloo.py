@@ -107,10 +107,17 @@ def let_readers_wait() -> None:
     asks for it again until the scheduler's next tick, 4 ms later, which is longer than most
     messages take. Under SCHED_BATCH (sched(7)) a thread that wakes up takes no core from another.
     """
-    for task in Path("/proc/self/task").glob("*"):  # none elsewhere
+    for reader in readers():
         with suppress(OSError):  # it ended, or may not be changed
+            os.sched_setscheduler(reader, os.SCHED_BATCH, os.sched_param(0))
+
+
+def readers() -> Iterator[int]:
+    """The threads of this process in which Gloo reads messages, by their ids; only on Linux."""
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it ended
             if (task / "comm").read_text().startswith("gloo_tcp"):
-                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+                yield int(task.name)
 
 
 _LAST = 0.05

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -40,6 +41,7 @@ from torch import Tensor, fx, nn
 
 from graphshard.planning.plan import ShardingPlan
 from graphshard.program import ops
+from graphshard.program.aliases import is_view_op
 from graphshard.program.annotations import Regions
 from graphshard.program.collective import Collective, OneTensor, operands_of
 from graphshard.program.finite import Check
@@ -157,7 +159,24 @@ def lower(graph: fx.Graph, bindings: Bindings, table: Regions | None = None) -> 
         _name(lowered, len(lowered.nodes) - before, skipped, named.get(node))
     for node, number in _places(graph).items():
         new[node].target.is_place(number)
+    _offer_core(lowered, group)
     return module_of(lowered)
+
+
+_OFFERED = 4
+"""Kernels from one offer of the core to the next."""
+
+
+def _offer_core(lowered: fx.Graph, group: Group) -> None:
+    """Let Gloo's readers have the core after every few kernels; see README.md (gloo.py)."""
+    if group.backend != "gloo" or group.size == 1 or not hasattr(os, "sched_yield"):
+        return
+    called = [node for node in lowered.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    operators = [node for node in called if not is_view_op(node.target)]
+    for node in operators[_OFFERED - 1 :: _OFFERED]:
+        with lowered.inserting_after(node):
+            offered = lowered.create_node("call_function", os.sched_yield)
+        offered.meta = {"phase": node.meta["phase"], EVENTS: node.meta[EVENTS][-1:]}
 
 
 def _release_of(node: fx.Node, new: Mapping[fx.Node, Any], group: Group) -> Callable[..., None]:

@@ -25,6 +25,10 @@ def pause_collections() -> Iterator[None]:
             gc.enable()
 
 
+_thresholds: list[tuple[int, int, int]] = []
+"""Those to go back to, inside of `collect_only_new`; to count what is frozen takes long."""
+
+
 @contextmanager
 def collect_only_new() -> Iterator[None]:
     """Collect inside, rarely, only objects that were made inside.
@@ -34,14 +38,14 @@ def collect_only_new() -> Iterator[None]:
     walk, so they are frozen meanwhile. Nothing is done if the heap is frozen already, since it can
     only be unfrozen as a whole.
     """
-    if gc.get_freeze_count():
+    if _thresholds or gc.get_freeze_count():
         yield
         return
-    thresholds = gc.get_threshold()
+    _thresholds.append(gc.get_threshold())
     gc.freeze()
     gc.set_threshold(*_RARELY)
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
+        gc.set_threshold(*_thresholds.pop())
         gc.unfreeze()

@@ -201,6 +201,23 @@ def readers_of_gloo_wait_for_a_free_core(rank: int) -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+def a_step_offers_its_core_to_readers(rank: int) -> None:
+    with mock.patch.object(os, "sched_yield", mock.Mock(__name__="sched_yield")) as offered:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+        sharded = graphshard.compile(model, graphshard.SizePolicy())
+        for step in (1, 2):  # the first is checked node by node
+            loss = sharded(torch.ones(2, 4))  # 8 addmm, 2 offers
+            assert offered.call_count == 7 * step - 5
+            loss.sum().backward()  # mm by weight and by input, sum; not the first input's: 23, 5
+            assert offered.call_count == 7 * step
+            sharded.zero_grad()
+        alone = DeviceMesh("cpu", torch.arange(2)[:, None], mesh_dim_names=("ranks", "alone"))
+        by_itself = graphshard.compile(model, graphshard.SizePolicy(), mesh=alone["alone"])
+        by_itself(torch.ones(2, 4)).sum().backward()
+        assert offered.call_count == 14
+
+
 def gathers_of_gloo_in_flight(rank: int) -> None:
     """Two coalesced gathers of Gloo's at once overwrite memory, so none is called."""
     before = find_group(None, None)
